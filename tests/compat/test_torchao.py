@@ -14,18 +14,10 @@ import torch
 from torch import nn
 
 import qtorch
-from qtorch import (
-    MappingType,
-    PackedLayout,
-    PerAxis,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    TensorCoreTiledLayout,
-    quantize_,
-    training,
-)
+from qtorch import MappingType, PackedLayout, PerAxis, PerGroup, PerRow, TensorCoreTiledLayout, quantize_, training
 from qtorch.integrations import torchao as ao
+from qtorch.primitives import PerTensor
+from tests.refusals import refuses
 
 FLOAT = qtorch.ZeroPointDomain.FLOAT
 TILED = TensorCoreTiledLayout()
@@ -208,8 +200,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
 def test_what_has_no_equivalent_says_so(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+    refuses(message, make)
 
 
 def of_torchao(cls: type) -> type:
@@ -303,11 +294,9 @@ def test_steps_of_a_calibration(config: Any, transform: Any) -> None:
     model, batches = Normed().eval(), [torch.randn(4, 64) for _ in range(3)]
     nn.init.uniform_(model.norm.weight, 0.1, 9)
     one, norm = copy.deepcopy(model), model.norm.weight.detach().clone()
-    with pytest.raises(ValueError, match=r'has not had step="prepare"'):
-        ao.quantize_(model, config("convert"))
+    refuses(r'has not had step="prepare"', lambda: ao.quantize_(model, config("convert")))
     ao.quantize_(model, config("prepare"))
-    with pytest.raises(ValueError, match="has not run since"):
-        ao.quantize_(model, config("convert"))
+    refuses("has not run since", lambda: ao.quantize_(model, config("convert")))
     for batch in batches:
         model(x=batch)
     ao.quantize_(model, config("convert"))
@@ -317,8 +306,7 @@ def test_steps_of_a_calibration(config: Any, transform: Any) -> None:
     assert not torch.equal(model.norm.weight, norm)
     assert torch.equal(model(batches[0]), one(batches[0]))
     assert not model._forward_pre_hooks
-    with pytest.raises(TypeError, match="CalibrationStep"):
-        quantize_(one, config("prepare"))
+    refuses("CalibrationStep", lambda: quantize_(one, config("prepare")), TypeError)
 
 
 def test_sparsify() -> None:

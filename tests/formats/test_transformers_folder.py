@@ -13,6 +13,7 @@ from qtorch.checkpoint.formats.transformers_folder import Index, cast, quantizat
 from qtorch.checkpoint.sources import open_source
 from qtorch.checkpoint.tensor_file import TensorFile, write_tensors
 from qtorch.dtypes import QuantizedTensor
+from tests.refusals import refuses
 
 
 def build() -> nn.Sequential:
@@ -120,24 +121,13 @@ def edit(path: Path, change: Any) -> None:
 def test_damage_is_reported(tmp_path: Path, change: Any, words: str) -> None:
     write(quantized(), tmp_path / "m")
     edit(tmp_path / "m" / "model.safetensors", change)
-    with pytest.raises(ValueError, match=words):
-        load_quantized(build(), tmp_path / "m")
-
-
-@pytest.mark.parametrize("name", ["../m/model.safetensors", "/etc/passwd", "..", "a\0.safetensors"])
-def test_the_index_names_no_other_files(tmp_path: Path, name: str) -> None:
-    write(quantized(), tmp_path / "m", 2)
-    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"0.bias": name}}))
-    with pytest.raises(ValueError, match="not the name of a file in its folder"):
-        load_quantized(build(), tmp_path / "m")
+    refuses(words, lambda: load_quantized(build(), tmp_path / "m"))
 
 
 def test_a_missing_shard_and_a_contradiction(tmp_path: Path) -> None:
     write(quantized(), tmp_path / "m", 2)
     first, second = sorted((tmp_path / "m").glob("*.safetensors"))
     edit(second, lambda t, d: d["aliases"].update({"2.weight": "1.bias"}))
-    with pytest.raises(ValueError, match=r"describe 2\.weight in different ways"):
-        load_quantized(build(), tmp_path / "m")
+    refuses(r"describe 2\.weight in different ways", lambda: load_quantized(build(), tmp_path / "m"))
     first.unlink()
-    with pytest.raises(ValueError, match=r"its shard .* is missing"):
-        load_quantized(build(), tmp_path / "m")
+    refuses(r"its shard .* is missing", lambda: load_quantized(build(), tmp_path / "m"))

@@ -6,21 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    BlockSparseLayout,
-    LinearSpec,
-    MappingType,
-    PerGroup,
-    PerRow,
-    PerToken,
-    PlainLayout,
-    QuantSpec,
-    explain,
-)
+from qtorch import AffineQuantizedTensor, BlockSparseLayout, LinearSpec, MappingType, PerGroup, PlainLayout, explain
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.primitives import compute_error, prune_blocks
+from qtorch.primitives import PerRow, PerToken, QuantSpec, compute_error, prune_blocks
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 
 TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)

@@ -4,17 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PlainLayout,
-    QuantSpec,
-)
-from qtorch.primitives import qdtype
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PlainLayout
+from qtorch.primitives import QuantSpec, qdtype
 from qtorch.primitives.layouts.packed import RowsInSlices, pack_codes, unpack_codes
 from tests.rounding import assert_same_product
 

@@ -4,21 +4,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PlainLayout,
-    QuantSpec,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerBlock, PerGroup, PerRow, PerTensor, PlainLayout
 from qtorch import SemiSparseLayout as SemiSparse
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
+from qtorch.primitives import QuantSpec, ZeroPointDomain, compute_error, prune_2_4
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")

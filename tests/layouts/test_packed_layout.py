@@ -9,6 +9,7 @@ from torch.nn import functional
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PlainLayout, QuantSpec
 from qtorch.kernels import record_kernels
 from tests.dtypes.specs import ASYMMETRIC, PACKED, TOKEN, quantized
+from tests.refusals import refuses
 
 DTYPES = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
 
@@ -77,12 +78,10 @@ def test_only_the_rows_asked_for_are_unpacked(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_it_cannot_hold() -> None:
-    with pytest.raises(ValueError, match=r"packs codes of 1 to 7 bits, the weight has int8"):
-        quantized("int8 row").to_layout(PackedLayout())
+    refuses(r"packs codes of 1 to 7 bits, the weight has int8", lambda: quantized("int8 row").to_layout(PackedLayout()))
     with pytest.raises(ValueError, match=r"of shape \(4,\) has no axis -2"):
         AffineQuantizedTensor.from_float(torch.randn(4), LinearSpec(QuantSpec("int4"), layout=PackedLayout(-2)))
-    with pytest.raises(ValueError, match="counted from the end and must be negative, got 0"):
-        PackedLayout(0)
+    refuses("counted from the end and must be negative, got 0", lambda: PackedLayout(0))
     assert (repr(PackedLayout()), repr(PackedLayout(-2))) == ("PackedLayout()", "PackedLayout(axis=-2)")
 
 

@@ -8,16 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    PerGroup,
-    PlainLayout,
-    QuantSpec,
-    TensorCoreTiledLayout,
-    ZeroPointDomain,
-    compute_error,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PlainLayout, QuantSpec, TensorCoreTiledLayout
+from qtorch.primitives import ZeroPointDomain, compute_error
 from qtorch.primitives.layouts import tensor_core_tiled
 from tests.dtypes.specs import ASYMMETRIC
 

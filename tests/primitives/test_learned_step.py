@@ -8,19 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qtorch.primitives import (
-    MappingType,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    learned_step_fake_quantize,
-    lsq_grad_scale,
-    lsq_scale,
-    qdtype,
-)
+from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
+from qtorch.primitives import MappingType, PerAxis, learned_step_fake_quantize, lsq_grad_scale, lsq_scale, qdtype
 
 RANGES = [
     ("int8", -128, 127),

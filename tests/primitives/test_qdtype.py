@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qtorch.primitives import QDType, qdtype
+from tests.refusals import refuses
 
 INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 9)]
 FLOATS = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
@@ -55,11 +56,9 @@ def test_a_type_is_frozen() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "int23", ""])
 def test_other_dtypes_are_refused(dtype: torch.dtype | str) -> None:
-    with pytest.raises(ValueError, match="is not a quantized type; known: int1, int2"):
-        qdtype(dtype)
+    refuses("is not a quantized type; known: int1, int2", lambda: qdtype(dtype))
 
 
 @pytest.mark.parametrize("dtype", [None, 8, int, QDType])
 def test_other_kinds_are_refused(dtype: object) -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.dtype, a name or a QDType"):
-        qdtype(dtype)  # type: ignore[arg-type]
+    refuses(r"expected a torch\.dtype, a name or a QDType", lambda: qdtype(dtype), TypeError)  # type: ignore[arg-type]

@@ -9,21 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PerToken,
-    PlainLayout,
-    QuantSpec,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerToken, PlainLayout
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import build, compiled_library, variants
 from qtorch.kernels.linear import reference
-from qtorch.primitives import compute_error
+from qtorch.primitives import QuantSpec, compute_error
 from tests.kernels.cpu.emulated import INSTRUCTION_SETS, MISSING, emulate
 from tests.rounding import assert_same_product
 

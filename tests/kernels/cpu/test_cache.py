@@ -95,6 +95,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_installed_copy_that_the_checkout_shadows(checkout, tmp_path):
     """Its libraries are taken if they are of the same sources."""
     installed = str(tmp_path / "installed")
@@ -141,6 +142,7 @@ def test_two_processes_at_once(checkout):
     assert checkout.compiled() == LIBRARIES
 
 
+@pytest.mark.slow
 def test_threads_at_once(checkout):
     program = LAYER + "from concurrent.futures import ThreadPoolExecutor\n"
     out, _ = checkout.run(program + "with ThreadPoolExecutor(4) as pool: list(pool.map(lambda _: use(), range(4)))")
@@ -148,6 +150,7 @@ def test_threads_at_once(checkout):
     assert checkout.compiled() == LIBRARIES
 
 
+@pytest.mark.slow
 def test_a_forked_child_compiles_nothing(checkout):
     out, error = checkout.run(LAYER + "child = os.fork()\nif child: os.waitpid(child, 0)\nelse: use()")
     assert out.split() == ["weight_only_mm", "None"]
@@ -155,6 +158,7 @@ def test_a_forked_child_compiles_nothing(checkout):
     assert checkout.compiled() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment, reason", [
     ({"QTORCH_CPU_BUILD": "0"}, "QTORCH_CPU_BUILD=0 forbids"),
     ({"CXX": "", "PATH": ""}, "there is no C++ compiler on the PATH"),

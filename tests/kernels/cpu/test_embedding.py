@@ -7,23 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PlainLayout,
-    QuantSpec,
-    ZeroPointDomain,
-    compute_error,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerBlock, PerGroup, PerRow, PlainLayout
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
+from qtorch.primitives import QuantSpec, ZeroPointDomain, compute_error
+from tests.fast_part import slow_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
-from tests.kernels.cpu.test_linear import ASYMMETRIC, SPECS, weights
+from tests.kernels.cpu.test_linear import ASYMMETRIC, SPECS, STAND_FOR_THE_OTHERS, weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -38,7 +28,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", slow_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_bits_of_the_dequantized_table(build, name, dtype):
     for weight in weights(SPECS[name], dtype):
         ids = torch.randint(0, weight.shape[0], (41,))
@@ -111,6 +101,7 @@ def test_views_of_a_table(build):
 
 
 @NEEDS_LIBRARY
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8 tensor", "uint4 group 32, real zero"])
 def test_torch_operators_give_the_same(name):
     """What the operator does where it cannot call the library, as in a graph that was compiled where there is one."""

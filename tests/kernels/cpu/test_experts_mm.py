@@ -7,24 +7,13 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-    PlainLayout,
-    QuantSpec,
-    compute_error,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerToken, PlainLayout
 from qtorch.dtypes.experts import grouped_linear, one_by_one
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, experts, variants
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Problem, candidates
+from qtorch.primitives import PerTensor, QuantSpec, compute_error
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC

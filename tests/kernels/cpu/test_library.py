@@ -41,6 +41,7 @@ def layer() -> nn.Linear:
     return made
 
 
+@pytest.mark.slow
 def test_switched_off():
     done = run(LAYER, QTORCH_CPU_KERNELS="0")
     assert "['linear:weight_only_mm', 'weight_only_mm']" in done.stdout
@@ -48,6 +49,7 @@ def test_switched_off():
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_not_built(tmp_path):
     """It works, and says so once, at first use."""
     done = run(LAYER, QTORCH_CPU_LIBRARIES=str(tmp_path), QTORCH_CPU_KERNELS="1", PYTHONWARNINGS="default")
@@ -143,6 +145,7 @@ def test_forked_workers():
     torch.testing.assert_close(torch.cat(batches), expected)
 
 
+@pytest.mark.slow
 def test_threads_are_those_of_torch():
     """One OpenMP runtime in the process."""
     program = LAYER + "\nmaps = open('/proc/self/maps').read()\n"

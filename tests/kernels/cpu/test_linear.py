@@ -10,27 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-    PlainLayout,
-    QuantSpec,
-    ZeroPointDomain,
-    compute_error,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerToken, PlainLayout
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, int8_linear, variants, weight_only
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
+from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error
 from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.qdtype import qdtype
+from tests.fast_part import slow_but
 from tests.rounding import EXTRA, gamma
 
 ASYMMETRIC = MappingType.ASYMMETRIC
@@ -56,6 +45,7 @@ SPECS = {
     **{f"int{bits}": QuantSpec(f"int{bits}", PerGroup(64)) for bits in (2, 3, 5, 6, 7)},
     **{f"uint{bits}": QuantSpec(f"uint{bits}", PerRow(), ASYMMETRIC) for bits in (1, 2, 3, 5, 6, 7)},
 }
+STAND_FOR_THE_OTHERS = ("int8 row", "uint4 group 32, real zero", "int5 row, offset", "int4 group 10", "uint3", "int6")
 # Weights of layers with int8 activations, whose reference takes long: with long groups and short ones.
 OF_CODES = {
     "int8 row": SPECS["int8 row"],
@@ -118,7 +108,7 @@ def tolerance(variant: str, dtype: torch.dtype, terms: int) -> float:
 
 
 @pytest.mark.parametrize("variant", FLOAT_VARIANTS)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", slow_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_against_exact_arithmetic(build, name, variant):
     with variants.force(variant):
         for weight, (rows, dtype) in itertools.product(weights(SPECS[name]), INPUTS):
@@ -144,7 +134,7 @@ def cases(name, activation):
 
 @pytest.mark.parametrize("variant", CODE_VARIANTS)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS)[:4])
-@pytest.mark.parametrize("name", OF_CODES)
+@pytest.mark.parametrize("name", slow_but(("int8 row", "uint8 group", "int4 group", "int3 row"), OF_CODES))
 def test_the_bits_of_the_reference(build, name, activation, variant):
     for weight, x, wanted in cases(name, activation):
         with variants.force(variant), record_kernels() as ran:
@@ -207,7 +197,7 @@ def test_bias(variant, activation):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", list(SPECS)[::2])
+@pytest.mark.parametrize("name", slow_but(STAND_FOR_THE_OTHERS, list(SPECS)[::2]))
 def test_dequantized_slices(build, name, dtype, monkeypatch):
     """The numbers are those of `dequantize`, whatever the size of a slice."""
     for weight in weights(SPECS[name]):

@@ -8,22 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtorch import ZeroPointDomain
 from qtorch.kernels import record_kernels
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.quantize import quantize_dynamic, quantize_rows
 from qtorch.kernels.ops.weight_only_mm import dequantize_codes
-from qtorch.primitives import (
-    Noise,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    Rounding,
-    ZeroPointDomain,
-    qdtype,
-)
+from qtorch.primitives import Noise, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, Rounding, qdtype
 from qtorch.primitives.scale_rules import AbsMeanRule
 from qtorch.recipes.mx import mx_spec
 from qtorch.training.engine.numerics import float8, int8, integer

@@ -1,6 +1,5 @@
 """Quantized weights and activations for the tests of products, and how near to the reference a product has to be."""
 
-import pytest
 import torch
 
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerRow, PlainLayout, QuantSpec
@@ -18,11 +17,3 @@ def weight_of(spec, shape, device, activation=None, dtype=torch.float32):
     layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
     linear = LinearSpec(spec, activation, layout=layout)
     return AffineQuantizedTensor.from_float(torch.randn(shape).to(dtype), linear).to(device)
-
-
-def refusals(call, good, *cases):
-    """Check that each (name of an argument, wrong value, words of the message) is refused where the others are good."""
-    call(**good)
-    for name, wrong, words in cases:
-        with pytest.raises(ValueError, match=words):
-            call(**{**good, name: wrong})

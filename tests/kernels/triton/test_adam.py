@@ -7,6 +7,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.triton.adam import adam
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.adam import LARGEST_SCALE, Moment, adam_step, check_step
+from tests.fast_part import slow_but
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, gradient, step, tensors, zeros
 
 
@@ -15,7 +16,7 @@ def moved(moments: list[Moment], device: str) -> list[Moment]:
 
 
 @pytest.mark.parametrize("form", ALL_FORMS)
-@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("blocks", slow_but(BLOCKS[::3], BLOCKS), ids=str)
 @pytest.mark.parametrize(
     "dtype, count, key, l2",
     [(torch.float32, 2, None, 0.0), (torch.bfloat16, 3, 3_000_000_077, 0.0), (torch.float16, 2, None, 0.01)],

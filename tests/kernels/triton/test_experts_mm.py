@@ -13,8 +13,10 @@ from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.quantize import quantize_input
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain, compute_error
+from tests.fast_part import slow_but
+from tests.refusals import refusals
 
-from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN, refusals, weight_of
+from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN, weight_of
 
 CONFIG = LaunchConfig(16, 32, 32)
 
@@ -25,6 +27,7 @@ EXPERTS = {
     "no expert": [[6], [-7]],
     "sorted": [[0]] * 3 + [[1]] * 17 + [[5]] * 2,
 }
+every_index = pytest.mark.parametrize("name", slow_but(("some, none and one twice", "sorted"), EXPERTS))
 
 
 def expected(x, weight, experts):
@@ -38,7 +41,7 @@ def expected(x, weight, experts):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@every_index
 @pytest.mark.parametrize(
     "spec", [QuantSpec("int8", PerRow()), QuantSpec("uint4", PerGroup(32), ASYMMETRIC), QuantSpec("int4", PerGroup(8))]
 )
@@ -54,7 +57,7 @@ def test_weight_only(spec, name, device):
     assert zero.all() or compute_error(wanted, y) > LEAST[torch.float32]
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@every_index
 @pytest.mark.parametrize("activation", [TOKEN, ASYMMETRIC_TOKEN])
 @pytest.mark.parametrize(
     "spec", [QuantSpec("int8", PerRow()), QuantSpec("uint8", PerRow(), ASYMMETRIC), QuantSpec("int4", PerGroup(32))]
@@ -71,7 +74,7 @@ def test_int8_activations_are_exact(spec, activation, name, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [2, 3, 5, 8])
+@pytest.mark.parametrize("bits", slow_but((3, 8), (2, 3, 5, 8)))
 def test_dtypes_widths_and_strides(bits, dtype, device):
     """K is odd for packed codes, x is a slice, and tiles hold more rows than any expert has."""
     spec = QuantSpec(f"uint{bits}", PerRow(), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
