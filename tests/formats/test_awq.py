@@ -72,13 +72,10 @@ def test_auto_round_in_the_packing_of_awq(tmp_path: Path) -> None:
     check(write(tmp_path / "model", tensors, 1, of_auto_round), wanted, "cpu_weight_only_mm", 4.75)
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"version": "gemv"}, "AWQ of version 'gemv' is not read, only 'gemm'"),
-        ({"bits": 3}, "AWQ of 3 bits is not read, only 4"),
-    ],
-)
+@pytest.mark.parametrize(("more", "says"), [
+    ({"version": "gemv"}, "AWQ of version 'gemv' is not read, only 'gemm'"),
+    ({"bits": 3}, "AWQ of 3 bits is not read, only 4"),
+])  # fmt: skip
 def test_other_packings_are_refused_by_name(more: dict[str, object], says: str, tmp_path: Path) -> None:
     refused(folder(tmp_path, layer(), **more), SHAPE, f"model: {says}")
 

@@ -128,10 +128,8 @@ def state(tensors: dict[str, Tensor], **change: object) -> dict[str, Tensor]:
 
 DAMAGE: dict[str, tuple[Any, str]] = {
     "not JSON": (lambda t: {**t, f"{STATE}nf4": torch.zeros(4, dtype=torch.uint8)}, "its quant_state is not JSON"),
-    "a list": (
-        lambda t: {**t, f"{STATE}nf4": torch.tensor([91, 49, 93], dtype=torch.uint8)},
-        "its quant_state is a list",
-    ),
+    "a list": (lambda t: {**t, f"{STATE}nf4": torch.tensor([91, 49, 93], dtype=torch.uint8)},
+        "its quant_state is a list"),
     "another type": (lambda t: state(t, quant_type="fp4"), "its quant_type is 'fp4'"),
     "a huge shape": (lambda t: state(t, shape=[2**39, 2**39]), "layer.weight has 1536 bytes, codes of shape"),
     "a wrong shape": (lambda t: state(t, shape=[OUTPUTS, 64]), "codes of shape .24, 64. take 768"),
@@ -144,12 +142,10 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "an infinite offset": (lambda t: state(t, nested_offset=float("inf")), "the nested_offset inf"),
     "another table": (lambda t: {**t, "layer.weight.quant_map": torch.linspace(-1, 1, 16)}, "its quant_map is not the"),
     "no scales": (lambda t: {k: v for k, v in t.items() if not k.endswith(".absmax")}, "weight.absmax is missing"),
-    "few scales": (
-        lambda t: {**t, "layer.weight.absmax": t["layer.weight.absmax"][1:]},
-        "layer.weight.absmax has shape",
-    ),
+    "few scales": (lambda t: {**t, "layer.weight.absmax": t["layer.weight.absmax"][1:]},
+        "layer.weight.absmax has shape"),
     "no codes": (lambda t: {k: v for k, v in t.items() if k != "layer.weight"}, "layer.weight is missing"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGE)

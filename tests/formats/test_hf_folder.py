@@ -96,15 +96,12 @@ def break_index(folder: Path, change: Any) -> None:
     index.write_text(json.dumps(data))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda m: m.update(more="model-00000-of-00002.safetensors"), "more is not in model-00000"),
-        (lambda m: m.update(more="gone.safetensors"), "its shard gone.safetensors is missing"),
-        (lambda m: m.clear(), "it has no weight_map"),
-        (lambda m: m.update({"body.weight": m["body.bias"]}), "body.weight is not in model-00000"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda m: m.update(more="model-00000-of-00002.safetensors"), "more is not in model-00000"),
+    (lambda m: m.update(more="gone.safetensors"), "its shard gone.safetensors is missing"),
+    (lambda m: m.clear(), "it has no weight_map"),
+    (lambda m: m.update({"body.weight": m["body.bias"]}), "body.weight is not in model-00000"),
+])  # fmt: skip
 def test_damaged_indices(change: Any, says: str, tmp_path: Path) -> None:
     write(tmp_path, tensors(), 2)
     break_index(tmp_path, change)

@@ -166,12 +166,8 @@ def test_a_file_without_a_configuration_is_recognized(tmp_path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[str, dict[str, Tensor], dict[str, Any], str]] = {
-    "a class in the order of a device": (
-        "Int4TilePackedTo4dTensor",
-        {},
-        {},
-        "a Int4TilePackedTo4dTensor of torchao, is",
-    ),
+    "a class in the order of a device": ("Int4TilePackedTo4dTensor", {}, {},
+        "a Int4TilePackedTo4dTensor of torchao, is"),
     "scales in the order of a device": ("NVFP4Tensor", {}, {"is_swizzled_scales": True}, "has scales in the order of"),
     "a scaled input": ("Int8Tensor", {"act_pre_scale": torch.ones(INPUTS)}, {}, "scales the input of its layer"),
     "no block": ("Int8Tensor", {}, {"block_size": [1]}, r"has the block_size \[1\]"),
@@ -180,14 +176,10 @@ DAMAGE: dict[str, tuple[str, dict[str, Tensor], dict[str, Any], str]] = {
     "few scales": ("Int8Tensor", {"scale": torch.ones(OUTPUTS, 2)}, {}, "layer._weight_scale has shape"),
     "another dtype": ("Int8Tensor", {}, {"dtype": {"_data": "int8"}}, "has the dtype 'int8'"),
     "no dtype": ("Int8Tensor", {}, {"dtype": None}, "has the dtype 'None'"),
-    "wide codes": (
-        "IntxUnpackedToInt8Tensor",
-        {"zero_point": torch.zeros(OUTPUTS, 1, dtype=torch.int8)},
-        {"target_dtype": {"_data": "int3"}},
-        "its codes reach from -8 to 7, those of int3 do not",
-    ),
+    "wide codes": ("IntxUnpackedToInt8Tensor", {"zero_point": torch.zeros(OUTPUTS, 1, dtype=torch.int8)},
+        {"target_dtype": {"_data": "int3"}}, "its codes reach from -8 to 7, those of int3 do not"),
     "another width": ("IntxUnpackedToInt8Tensor", {}, {"target_dtype": "int32"}, "has the target_dtype 'int32'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -104,20 +104,17 @@ def edit(path: Path, change: Any) -> None:
     write_tensors(path, tensors, {"qtorch.transformers": json.dumps(data)})
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t, d: d.update(version=2), "version 2"),
-        (lambda t, d: d.update(quantized=[]), "no objects"),
-        (lambda t, d: d["quantized"]["0.weight"].pop("scheme"), "no scheme"),
-        (lambda t, d: d["quantized"]["0.weight"]["tensors"].update(codes="elsewhere"), "missing key elsewhere"),
-        (lambda t, d: d["quantized"]["0.weight"]["tensors"].update(codes="1.weight_scale"), "more than one tensor"),
-        (lambda t, d: t.update({"0.weight": torch.ones(3)}), "both quantized and in floating point"),
-        (lambda t, d: d["aliases"].update({"2.weight": "nothing"}), "another name of 'nothing'"),
-        (lambda t, d: d["aliases"].update({"0.bias": "1.bias"}), "stored itself"),
-        (lambda t, d: t.update({"0.weight_codes": torch.zeros(3, dtype=torch.int8)}), "codes have shape"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t, d: d.update(version=2), "version 2"),
+    (lambda t, d: d.update(quantized=[]), "no objects"),
+    (lambda t, d: d["quantized"]["0.weight"].pop("scheme"), "no scheme"),
+    (lambda t, d: d["quantized"]["0.weight"]["tensors"].update(codes="elsewhere"), "missing key elsewhere"),
+    (lambda t, d: d["quantized"]["0.weight"]["tensors"].update(codes="1.weight_scale"), "more than one tensor"),
+    (lambda t, d: t.update({"0.weight": torch.ones(3)}), "both quantized and in floating point"),
+    (lambda t, d: d["aliases"].update({"2.weight": "nothing"}), "another name of 'nothing'"),
+    (lambda t, d: d["aliases"].update({"0.bias": "1.bias"}), "stored itself"),
+    (lambda t, d: t.update({"0.weight_codes": torch.zeros(3, dtype=torch.int8)}), "codes have shape"),
+])  # fmt: skip
 def test_damage_is_reported(tmp_path: Path, change: Any, words: str) -> None:
     write(quantized(), tmp_path / "m")
     edit(tmp_path / "m" / "model.safetensors", change)

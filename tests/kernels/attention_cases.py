@@ -1,7 +1,5 @@
 """Attention on codes, for the tests of every kernel: problems, and how near to the reference a result has to be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

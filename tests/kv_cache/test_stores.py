@@ -31,13 +31,10 @@ def tokens(count, width=20, batch=2, heads=3):
 
 def filled(spec, *counts):
     """A store to which as many tokens were appended at a time, and all tokens."""
-    store, keys, values = GrowingKV(spec), [], []
-    for count in counts:
-        k, v = tokens(count)
-        store.append(k, v)
-        keys.append(k)
-        values.append(v)
-    return store, torch.cat(keys, 2), torch.cat(values, 2)
+    store, parts = GrowingKV(spec), [tokens(count) for count in counts]
+    for keys, values in parts:
+        store.append(keys, values)
+    return store, *(torch.cat(each, 2) for each in zip(*parts))
 
 
 def codes(store):
@@ -49,8 +46,7 @@ def codes(store):
 def test_codes_are_those_of_the_primitives(spec):
     store, keys, values = filled(spec, 7, 1, 1, 30, 1)
     in_codes = (40 - spec.kept) // spec.step * spec.step
-    assert store.length == 40
-    assert store.tokens == in_codes
+    assert (store.length, store.tokens) == (40, in_codes)
     wanted = quantize_keys_and_values(keys[:, :, :in_codes], values[:, :, :in_codes], spec.form)
     for part, expected in zip(codes(store), (*wanted[0], *wanted[1]), strict=True):
         assert torch.equal(part, expected)
@@ -76,8 +72,7 @@ def test_memory_doubles():
         addresses.append(store.keys[0].memory.data_ptr())
     assert len(set(addresses)) <= 5  # 64, 128, ... 1024
     assert store.keys[0].memory.shape[2] == 1024
-    assert store.nbytes == 1000 * (20 + 17 + 2 * 4)
-    assert store.reserved_bytes == 1024 * (20 + 17 + 2 * 4)
+    assert (store.nbytes, store.reserved_bytes) == (1000 * (20 + 17 + 2 * 4), 1024 * (20 + 17 + 2 * 4))
 
 
 def test_dropped_tokens_give_back_their_memory():
@@ -137,8 +132,7 @@ def test_operations_on_the_batch(spec):
         change(store)
         assert all(torch.equal(a, b) for a, b in zip(store.dequantize(), wanted, strict=True))
         store.append(*tokens(2, batch=wanted[0].shape[0]))
-        assert store.length == 24
-        assert store.shape == (wanted[0].shape[0], 3, 24)
+        assert (store.length, store.shape) == (24, (wanted[0].shape[0], 3, 24))
 
 
 @EVERY_SPEC

@@ -9,22 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qtorch.primitives import (
-    AbsMaxRule,
-    MappingType,
-    Noise,
-    PerAxis,
-    PerRow,
-    PowerMeanRule,
-    QuantSpec,
-    Rounding,
-    ScaleRule,
-    ZeroPointDomain,
-    choose_qparams_affine_with_min_max,
-    from_json,
-    qdtype,
-    to_json,
-)
+from qtorch import MappingType, PerAxis, PerRow, QuantSpec, ZeroPointDomain, primitives
+from qtorch.primitives import AbsMaxRule, Noise, PowerMeanRule, Rounding, ScaleRule, from_json, qdtype, to_json
 from qtorch.training import integer
 from tests.refusals import refuses
 
@@ -149,7 +135,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="preserve_max_val=False is for symmetric"):
         QuantSpec("uint4", mapping=MappingType.ASYMMETRIC, preserve_max_val=False)
     with pytest.raises(ValueError, match="preserve_max_val=False is for symmetric"):
-        choose_qparams_affine_with_min_max(
+        primitives.choose_qparams_affine_with_min_max(
             torch.zeros(1), torch.ones(1), MappingType.ASYMMETRIC, (), torch.int8, preserve_max_val=False
         )
     for rule, name in ((AbsMaxRule, "clipping_scale"), (PowerMeanRule, "p")):

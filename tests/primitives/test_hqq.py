@@ -96,10 +96,9 @@ BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mapping", "domain", "bits", "ratio", "low", "high", "gain"),
-    [*BOUNDS[2::3], *(pytest.param(*each, marks=MATRIX) for each in BOUNDS if each not in BOUNDS[2::3])],
-)
+@pytest.mark.parametrize(("mapping", "domain", "bits", "ratio", "low", "high", "gain"), [
+    *BOUNDS[2::3], *(pytest.param(*each, marks=MATRIX) for each in BOUNDS if each not in BOUNDS[2::3])
+])  # fmt: skip
 def test_how_much_better(
     mapping: MappingType, domain: ZeroPointDomain, bits: int, ratio: float, low: float, high: float, gain: float
 ) -> None:

@@ -106,31 +106,25 @@ def test_damaged_data_is_read_or_refused(seed: int) -> None:
     assert 0 < read < 100
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"type": "PerGroup", "group_size": "32"}, "PerGroup cannot be made from"),
-        ({"type": "PerGroup", "group_size": 32.0}, "PerGroup.group_size takes a int, got 32.0"),
-        ({"type": "PerGroup", "group_size": True}, "PerGroup.group_size takes a int, got True"),
-        ({"type": "PerBlock", "sizes": [1, 2.5]}, r"PerBlock.sizes takes a tuple\[int, ...\], got \(1, 2.5\)"),
-        ({"type": "PerAxis", "axis": []}, r"PerAxis.axis takes a int, got \(\)"),
-        ({"type": "PerAxis", "axis": {}}, "PerAxis cannot be made from"),
-        ({"type": "FixedRangeRule", "low": float("nan"), "high": 1.0}, "a field has the value NaN"),
-        ({"type": "Rounding"}, "unknown type 'Rounding'"),
-        ({"type": ["PerRow"]}, r"unknown type \['PerRow'\]"),
-        ({"type": None}, "unknown type None"),
-        ({"type": "LinearSpec", "weight": None, "layout": {"a": [1]}}, "LinearSpec cannot be made from"),
-        ({1, 2}, "takes JSON data, got a set"),
-        (
-            {"type": "PerGroup", "group_size": 4, "zeal": 1},
-            "PerGroup has no field zeal; the data was written by",
-        ),
-        ("MappingType.DIAGONAL", "MappingType has no member 'DIAGONAL'"),
-        ("torch.float33", "torch has no member 'float33'"),
-        ("torch.load", "torch has no member 'load'"),
-        ({"type": "PerColumn"}, "unknown type 'PerColumn'; known: .*PerRow, PerTensor"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    ({"type": "PerGroup", "group_size": "32"}, "PerGroup cannot be made from"),
+    ({"type": "PerGroup", "group_size": 32.0}, "PerGroup.group_size takes a int, got 32.0"),
+    ({"type": "PerGroup", "group_size": True}, "PerGroup.group_size takes a int, got True"),
+    ({"type": "PerBlock", "sizes": [1, 2.5]}, r"PerBlock.sizes takes a tuple\[int, ...\], got \(1, 2.5\)"),
+    ({"type": "PerAxis", "axis": []}, r"PerAxis.axis takes a int, got \(\)"),
+    ({"type": "PerAxis", "axis": {}}, "PerAxis cannot be made from"),
+    ({"type": "FixedRangeRule", "low": float("nan"), "high": 1.0}, "a field has the value NaN"),
+    ({"type": "Rounding"}, "unknown type 'Rounding'"),
+    ({"type": ["PerRow"]}, r"unknown type \['PerRow'\]"),
+    ({"type": None}, "unknown type None"),
+    ({"type": "LinearSpec", "weight": None, "layout": {"a": [1]}}, "LinearSpec cannot be made from"),
+    ({1, 2}, "takes JSON data, got a set"),
+    ({"type": "PerGroup", "group_size": 4, "zeal": 1}, "PerGroup has no field zeal; the data was written by"),
+    ("MappingType.DIAGONAL", "MappingType has no member 'DIAGONAL'"),
+    ("torch.float33", "torch has no member 'float33'"),
+    ("torch.load", "torch has no member 'load'"),
+    ({"type": "PerColumn"}, "unknown type 'PerColumn'; known: .*PerRow, PerTensor"),
+])  # fmt: skip
 def test_what_is_refused(data: object, message: str) -> None:
     refuses(f"^from_json: {message}", lambda: from_json(data))
 

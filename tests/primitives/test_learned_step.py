@@ -27,12 +27,6 @@ def data(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def of_torch_qparams(shape: tuple[int, ...], low: int, high: int, seed: int) -> tuple[Tensor, Tensor]:
-    """None below zero, where torch's backward takes another zero point than its forward: trunc(z + 1/2), not round."""
-    scale, zero = qparams(shape, low, high, seed)
-    return scale, zero.clamp(min=0)
-
-
 def qparams(shape: tuple[int, ...], low: int, high: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A scale by which some elements clip, and a real zero point anywhere in the range of codes."""
     g = torch.Generator().manual_seed(seed)
@@ -81,7 +75,9 @@ def test_numbers_and_gradients_are_those_of_torch(
     """Per tensor, where there is no axis, and per channel."""
     shape, axis = shape_and_axis
     x, block = data(*shape, seed=seed), shape if axis is None else PerAxis(axis).block(shape)
-    scale, zero = of_torch_qparams((1 if axis is None else shape[axis],), low, high, seed)
+    scale, zero = qparams((1 if axis is None else shape[axis],), low, high, seed)
+    # None below zero, where torch's backward takes another zero point than its forward: trunc(z + 1/2), not round.
+    zero = zero.clamp(min=0)
 
     def of_torch(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
         if axis is None:

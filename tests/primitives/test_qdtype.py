@@ -24,20 +24,13 @@ def test_integer_bounds_follow_from_the_bits(name: str) -> None:
     assert not kind.is_floating_point
 
 
-@pytest.mark.parametrize("name", ["int8", "uint8", *WIDE])
+@pytest.mark.parametrize("name", ["int8", "uint8", *WIDE, *FLOATS])
 def test_bounds_are_those_of_torch_where_torch_has_the_type(name: str) -> None:
-    kind, info = qdtype(name), torch.iinfo(getattr(torch, name))
-    assert (kind.quant_min, kind.quant_max, kind.bits) == (info.min, info.max, info.bits)
+    kind, info = qdtype(name), (torch.finfo if name in FLOATS else torch.iinfo)(getattr(torch, name))
+    assert (kind.quant_min, kind.quant_max, kind.bits) == (info.min, info.max, 8 if name in FLOATS else info.bits)
     assert kind.storage == getattr(torch, name)
-
-
-@pytest.mark.parametrize("name", FLOATS)
-def test_float8_bounds_are_those_of_torch(name: str) -> None:
-    kind, info = qdtype(name), torch.finfo(getattr(torch, name))
-    assert (kind.quant_min, kind.quant_max, kind.bits) == (info.min, info.max, 8)
-    assert kind.storage == getattr(torch, name)
-    assert kind.is_floating_point
-    assert kind.is_signed
+    assert kind.is_floating_point == (name in FLOATS)
+    assert kind.is_signed == (info.min < 0)
 
 
 @pytest.mark.parametrize("name", [*INTEGERS, *FLOATS, *WIDE])

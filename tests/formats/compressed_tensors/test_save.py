@@ -75,29 +75,20 @@ def floats(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
-def test_one_scheme_names_the_class_and_what_is_left_out(tmp_path: Path) -> None:
-    model = quantized()
+@pytest.mark.parametrize("recipe, targets, ignored", [
+    ({r"layers\..*": INT4}, ["Linear"], ["embed_tokens", "lm_head"]),
+    ({r"layers\..*": INT4, "lm_head": INT4}, ["Linear", "lm_head"], ["embed_tokens"]),  # not a Linear of vLLM
+    ({r"layers\..*": INT4, "embed_tokens": INT4}, ["Linear", "embed_tokens"], ["lm_head"]),
+])  # fmt: skip
+def test_one_scheme_names_the_class_and_what_is_left_out(
+    recipe: Any, targets: list[str], ignored: list[str], tmp_path: Path
+) -> None:
+    model = quantized(recipe)
     config = saved(model, tmp_path / "model")
-    assert weights(config) == [(["Linear"], 4)]
-    assert config["ignore"] == ["embed_tokens", "lm_head"]
+    assert (weights(config), config["ignore"]) == ([(targets, 4)], ignored)
     assert (config["format"], config["quantization_status"]) == ("pack-quantized", "compressed")
-    check_loads(model, tmp_path / "model")
-
-
-def test_a_quantized_head_is_named(tmp_path: Path) -> None:
-    """vLLM's class for it is not called Linear."""
-    model = Model()
-    quantize_(model, INT4)
-    config = saved(model, tmp_path / "model")
-    assert weights(config) == [(["Linear", "lm_head"], 4)]
-    assert config["ignore"] == ["embed_tokens"]
-
-
-def test_an_embedding_is_named(tmp_path: Path) -> None:
-    model = quantized({r"layers\..*": INT4, "embed_tokens": INT4})
-    assert weights(saved(model, tmp_path / "model")) == [(["Linear", "embed_tokens"], 4)]
     again = check_loads(model, tmp_path / "model")
-    assert isinstance(again.embed_tokens.weight, QuantizedTensor)
+    assert isinstance(again.embed_tokens.weight, QuantizedTensor) == ("embed_tokens" in recipe)
 
 
 def test_several_schemes_name_every_module(tmp_path: Path) -> None:
@@ -126,17 +117,16 @@ def test_modules_that_vllm_joins_must_agree(joined: tuple[str, str], tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_joined_modules_share_static_scales(tmp_path: Path) -> None:
-    """vLLM takes the largest of the scales of an input; the others would change."""
-    model = Model()
-    second = qtorch.int8_static_activation_int8_weight(0.02)
-    quantize_(model, {r".*v_proj": second, r"layers\..*": qtorch.int8_static_activation_int8_weight(0.01)})
-    refuses(r"q_proj and .*v_proj differ in their scale of the input", lambda: saved(model, tmp_path / "model"))
+STATIC = qtorch.int8_static_activation_int8_weight
 
 
-def test_joined_modules_share_the_scale_of_nvfp4(tmp_path: Path) -> None:
-    model = quantized({r".*up_proj": nvfp4_weight_only(2.0**-9), r"layers\..*": nvfp4_weight_only(2.0**-10)})
-    refuses(r"gate_proj and .*up_proj differ in their scale of the tensor", lambda: saved(model, tmp_path / "model"))
+@pytest.mark.parametrize("name, one, other, what", [
+    ("v_proj", STATIC(0.02), STATIC(0.01), "input"),  # vLLM takes the largest scale; the others would change
+    ("up_proj", nvfp4_weight_only(2.0**-9), nvfp4_weight_only(2.0**-10), "tensor"),
+])  # fmt: skip
+def test_joined_modules_share_their_scales(name: str, one: Recipe, other: Recipe, what: str, tmp_path: Path) -> None:
+    model = quantized({rf".*{name}": one, r"layers\..*": other})
+    refuses(rf"_proj and .*{name} differ in their scale of the {what}", lambda: saved(model, tmp_path / "model"))
 
 
 REFUSED: list[tuple[Recipe, str]] = [

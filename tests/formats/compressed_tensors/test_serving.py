@@ -53,16 +53,9 @@ def test_joined_layers_share_the_scale_of_nvfp4() -> None:
     assert all(torch.frexp(torch.tensor(scale))[0] == 0.5 for scale in scales.values())
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        int8_weight_only(),
-        qtorch.int8_dynamic_activation_int8_weight(),
-        qtorch.float8_weight_only(),
-        nvfp4_weight_only(),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("recipe", [
+    int8_weight_only(), qtorch.int8_dynamic_activation_int8_weight(), qtorch.float8_weight_only(), nvfp4_weight_only()
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_result_can_be_saved_and_is_near(recipe: WeightRecipe, dtype: torch.dtype, tmp_path: Path) -> None:
     model, original = Model().to(dtype), Model().to(dtype)

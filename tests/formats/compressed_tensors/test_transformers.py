@@ -61,6 +61,13 @@ def quantized(model: Any, recipe: WeightRecipe, folder: Path) -> Any:
     return model
 
 
+def pretrained(folder: Path, **options: Any) -> Any:
+    """The model of transformers, which its first call has decompressed."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
+    loaded(IDS)
+    return loaded
+
+
 def generate(model: Any) -> Tensor:
     generated: Tensor = model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
     return generated
@@ -86,8 +93,7 @@ DYNAMIC = [
 def test_from_pretrained_has_the_same_numbers(recipe: WeightRecipe, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = quantized(llama(), recipe, folder)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    loaded(IDS)  # decompresses
+    loaded = pretrained(folder)
     check_equal(loaded, model)
     if recipe in WEIGHT_ONLY:
         # The same weights, and kernels of torch on both sides: the same numbers to the last bit.
@@ -107,7 +113,7 @@ def test_asymmetric_weights_need_dequantize(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = quantized(llama(), qtorch.int4_weight_only(group_size=32), folder)
     config = transformers.CompressedTensorsConfig(dequantize=True)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
+    loaded = pretrained(folder, quantization_config=config)
     check_equal(loaded, model)
 
 
@@ -119,8 +125,7 @@ def test_experts_are_written_one_by_one(make: Any, recipe: WeightRecipe, tmp_pat
     folder = tmp_path / "model"
     model = quantized(make(), recipe, folder)
     assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, QuantizedTensor)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    loaded(IDS)
+    loaded = pretrained(folder)
     check_equal(loaded, model)
 
 
@@ -128,13 +133,10 @@ INT4 = qtorch.int4_weight_only(group_size=32)
 EXPERTS = [int8_weight_only(), qtorch.float8_weight_only(), qtorch.nvfp4_weight_only(), INT4, DYNAMIC[2]]
 
 
-@pytest.mark.parametrize(
-    ("make", "recipe"),
-    [
-        *[pytest.param(llama, each, id=f"llama {each}") for each in (*WEIGHT_ONLY, *DYNAMIC, EXPERTS[3])],
-        *[pytest.param(make, each, id=f"{make.__name__} {each}") for make in (qwen3_moe, mixtral) for each in EXPERTS],
-    ],
-)
+@pytest.mark.parametrize(("make", "recipe"), [
+    *[pytest.param(llama, each, id=f"llama {each}") for each in (*WEIGHT_ONLY, *DYNAMIC, EXPERTS[3])],
+    *[pytest.param(make, each, id=f"{make.__name__} {each}") for make in (qwen3_moe, mixtral) for each in EXPERTS],
+])  # fmt: skip
 def test_load_quantized_is_the_model_that_was_saved(make: Any, recipe: WeightRecipe, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     if make is not llama and recipe == qtorch.float8_weight_only():
@@ -173,5 +175,5 @@ def test_tied_weights(tmp_path: Path) -> None:
     load_quantized(again, folder)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(generate(again), generate(model))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    loaded = pretrained(folder)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

@@ -63,13 +63,6 @@ def test_what_the_package_writes_by_itself(word: str) -> None:
     assert decide(group) == expected[format]
 
 
-def test_int8_weights_alone_are_served_packed_only() -> None:
-    weights = Args(8, "int", True, "channel")
-    assert decide(Group(weights, None, "pack-quantized")) == "CompressedTensorsWNA16"
-    with pytest.raises(ValueError, match="no scheme for weights int8 per channel with inputs in floating point"):
-        decide(Group(weights, None, "int-quantized"))
-
-
 def test_on_hopper_int4_weights_with_symmetric_int8_inputs_come_to_the_float8_kernel() -> None:
     """vLLM does not ask for the type of the input before it takes W4A8Fp8 there; the default has a zero point."""
     weights = Args(4, "int", True, "group", 128)

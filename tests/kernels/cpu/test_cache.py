@@ -90,12 +90,12 @@ class Checkout:
         return build.library_path(self.instruction_set, folder)
 
 
-@pytest.fixture
+@pytest.fixture(params=[pytest.param("checkout", marks=pytest.mark.slow)])
 def checkout(tmp_path: Path) -> Checkout:
+    """What uses it runs processes, which takes seconds."""
     return Checkout(tmp_path)
 
 
-@pytest.mark.slow
 def test_an_installed_copy_that_the_checkout_shadows(checkout, tmp_path):
     """Its libraries are taken if they are of the same sources."""
     installed = str(tmp_path / "installed")
@@ -114,7 +114,6 @@ def test_an_installed_copy_that_the_checkout_shadows(checkout, tmp_path):
     assert "QTORCH_CPU_BUILD=0 forbids" in error
 
 
-@pytest.mark.slow
 def test_compiled_at_first_use_and_kept(checkout):
     """Not by importing. It is said, in one line; the next process finds the library, and needs no compiler."""
     assert checkout.run("import qtorch, qtorch.kernels.cpu") == ("", "")
@@ -133,7 +132,6 @@ def test_compiled_at_first_use_and_kept(checkout):
     assert (out.split(), error) == (["cpu_weight_only_mm", str(checkout.library())], "")
 
 
-@pytest.mark.slow
 def test_two_processes_at_once(checkout):
     """One compiles, the other waits for it."""
     processes = [checkout.start() for _ in range(2)]
@@ -142,7 +140,6 @@ def test_two_processes_at_once(checkout):
     assert checkout.compiled() == LIBRARIES
 
 
-@pytest.mark.slow
 def test_threads_at_once(checkout):
     program = LAYER + "from concurrent.futures import ThreadPoolExecutor\n"
     out, _ = checkout.run(program + "with ThreadPoolExecutor(4) as pool: list(pool.map(lambda _: use(), range(4)))")
@@ -150,7 +147,6 @@ def test_threads_at_once(checkout):
     assert checkout.compiled() == LIBRARIES
 
 
-@pytest.mark.slow
 def test_a_forked_child_compiles_nothing(checkout):
     out, error = checkout.run(LAYER + "child = os.fork()\nif child: os.waitpid(child, 0)\nelse: use()")
     assert out.split() == ["weight_only_mm", "None"]
@@ -158,7 +154,6 @@ def test_a_forked_child_compiles_nothing(checkout):
     assert checkout.compiled() == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("environment, reason", [
     ({"QTORCH_CPU_BUILD": "0"}, "QTORCH_CPU_BUILD=0 forbids"),
     ({"CXX": "", "PATH": ""}, "there is no C++ compiler on the PATH"),
@@ -231,7 +226,6 @@ def test_the_folder_without_a_setting(named, monkeypatch):
     assert cache.folder().is_relative_to(Path.home() / ".cache" / "qtorch")
 
 
-@pytest.mark.slow
 def test_the_command(checkout):
     """Into the package, or with --user into the cache; the libraries are then found."""
     command = "import sys\nfrom qtorch.kernels.cpu.__main__ import main\nsys.exit(main({}))"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import qtorch
-from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerToken, PlainLayout
+from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PerGroup, PerRow, PerToken, PlainLayout
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, int8_linear, variants, weight_only
@@ -20,9 +20,9 @@ from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_err
 from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.qdtype import qdtype
 from tests.fast_part import slow_but
+from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, weight_of
 from tests.rounding import EXTRA, gamma
 
-ASYMMETRIC = MappingType.ASYMMETRIC
 REAL_ZERO = {"mapping": ASYMMETRIC, "zero_point_domain": ZeroPointDomain.FLOAT, "preserve_zero": False}
 OFFSET = {**REAL_ZERO, "zero_point_domain": ZeroPointDomain.OFFSET}
 FRACTIONAL = {"mapping": ASYMMETRIC, "zero_point_domain": ZeroPointDomain.FRACTIONAL}
@@ -58,8 +58,8 @@ OF_CODES = {
     "int4 long group": QuantSpec("int4", PerGroup(1536)),
 }
 ACTIVATIONS = {
-    "symmetric": QuantSpec("int8", PerToken(), quant_min=-127),
-    "asymmetric": QuantSpec("int8", PerToken(), ASYMMETRIC),
+    "symmetric": TOKEN,
+    "asymmetric": ASYMMETRIC_TOKEN,
     "narrow": QuantSpec("int8", PerToken(), ASYMMETRIC, quant_min=-100, quant_max=99),
     "tensor": QuantSpec("int8", PerTensor()),
     None: None,
@@ -76,9 +76,7 @@ every_activation = pytest.mark.parametrize("activation", [None, "asymmetric"])
 
 
 def quantized(spec: QuantSpec, shape: tuple[int, int], activation: str | None = None) -> AffineQuantizedTensor:
-    layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
-    linear_spec = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)
-    return AffineQuantizedTensor.from_float(torch.randn(shape), linear_spec)
+    return weight_of(spec, shape, activation=ACTIVATIONS[activation])
 
 
 def weights(spec: QuantSpec, dtype: torch.dtype = torch.float32) -> list[AffineQuantizedTensor]:
@@ -229,12 +227,6 @@ def test_special_values():
         assert y[4].isnan().all(), variant
         rest = [i for i in range(20) if i not in (3, 4)]
         assert error(y[rest], x[rest], weight) < 1e-6
-    for activation in ("symmetric", "asymmetric"):
-        x = torch.zeros(3, 96)
-        x[1, 4] = float("nan")
-        y = functional.linear(x, quantized(SPECS["int8 row"], (40, 96), activation))
-        assert (y[[0, 2]] == 0).all()
-        assert y[1].isnan().all(), "a NaN does not vanish in the integers"
 
 
 @pytest.mark.usefixtures("build")
@@ -296,23 +288,6 @@ def test_static_activation():
     weight = AffineQuantizedTensor.from_float(torch.randn(40, 96), spec, act_scale=torch.full((1, 1), 0.02))
     x = torch.randn(5, 96)
     assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
-
-
-def test_gradient_of_the_input():
-    """The transposed weight of the backward is read by the kernels made of torch operators."""
-    weight, x = quantized(SPECS["int8 row"], (64, 96)), torch.randn(5, 96, requires_grad=True)
-    functional.linear(x, weight).sum().backward()
-    assert compute_error(weight.dequantize().sum(0).expand(5, 96), x.grad) > 100
-
-
-@every_activation
-def test_one_graph_for_every_number_of_rows(activation):
-    weight = quantized(SPECS["uint4 group 128"], (64, 128), activation)
-    compiled = torch.compile(lambda x: functional.linear(x, weight).relu(), fullgraph=True, dynamic=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for rows in (2, 5, 40):
-            x = torch.randn(rows, 128)
-            torch.testing.assert_close(compiled(x), functional.linear(x, weight).relu())
 
 
 def test_a_compiler_fuses_around_the_product_of_matrix_tiles(build):

@@ -1,10 +1,6 @@
 """`tune_cpu`: a measured table that is saved for this user and used, and who is told to make one."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +10,7 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels.cpu import compiled_library, tuning, variants
-from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.kernels.cpu.builds import NEEDS_LIBRARY, run
 from tests.refusals import refuses
 
 SMALL, LARGE = "int8 plain rows small", "int8 plain rows large"
@@ -230,11 +226,5 @@ def test_another_process_uses_it(of_user: Path) -> None:
     name = compiled_library.library().instruction_set
     key = variants.key_of(torch.float32, False, False, 64 * 64)
     variants.write(of_user, {name: {variants.processor_kind(): {key: [[None, "torch"]]}}})
-    program = (
-        "import torch, qtorch\nfrom qtorch.kernels import record_kernels\n"
-        "layer = torch.nn.Linear(64, 64)\nqtorch.quantize_(layer, qtorch.int8_weight_only())\n"
-        "with record_kernels() as ran: layer(torch.randn(3, 64))\nprint(ran)"
-    )
-    environment = {**os.environ, "QTORCH_CPU_ISA": name}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    done = run(QTORCH_CPU_ISA=name)
     assert "cpu_weight_only_mm.torch" in done.stdout, done.stderr

@@ -14,9 +14,8 @@ from qtorch.kernels.cuda.weight_only import weight_arguments
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.quantize import quantize_input
 from tests.fast_part import slow_but
+from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN, weight_of
 from tests.refusals import refusals
-
-from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN, weight_of
 
 
 class Variant(NamedTuple):

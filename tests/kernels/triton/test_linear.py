@@ -12,8 +12,7 @@ from qtorch.kernels.registry import Problem, kernels
 from qtorch.primitives import ZeroPointDomain, compute_error
 from tests.fast_part import slow_but
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
-
-from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
+from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
 
 # Operators of torch, which no interpreter runs: they have tests of their own.
 NEED_A_GPU = ("float8_scaled_mm", "semi_sparse_float8_scaled_mm")
