@@ -35,3 +35,9 @@ def assert_same_sums(got: Tensor, wanted: Tensor, terms: int, size: Tensor) -> N
     assert (got.shape, got.dtype, wanted.dtype) == (wanted.shape, torch.float32, torch.float32)
     excess = (got.double() - wanted.double()).abs() - 2 * gamma(terms + EXTRA) * size.double()
     assert bool((excess <= 0).all()), f"differs by {float(excess.max()):.3g} more than rounding can"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of floats are equal in every bit, with zeros of either sign and NaN told apart."""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.view(integer), b.view(integer))

@@ -39,6 +39,7 @@ SUITES = {
     "peft": [f"{_TESTS}/peft/test_{name}.py" for name in ("merge", "experts", "prepare")],
     "accelerate": [f"{_TESTS}/test_accelerate.py", f"{_TESTS}/transformers/test_trainer.py"],
     "diffusers": [f"{_TESTS}/test_diffusers.py"],
+    "compressed-tensors": ["tests/formats/compressed_tensors/test_against_package.py"],
     "torch": ["tests/primitives", "tests/layouts", "tests/dtypes", "tests/test_recipes.py", "tests/training"],
 }
 # transformers 5.23 refuses PEFT before 0.20 in `add_adapter`.

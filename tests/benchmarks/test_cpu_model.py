@@ -1,7 +1,5 @@
 """benchmarks/bench_cpu_model.py in its small form: it runs, saves, writes its tables into the page, and is drawn."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import bench_cpu_model, common
-from benchmarks.cpu_models import GENERATED, WORKLOADS, Decoder, Shape, perplexity_ratio
+from benchmarks.cpu_models import GENERATED, WORKLOADS, perplexity_ratio
 from qtorch.kernels import record_kernels
 
 
@@ -82,18 +80,6 @@ def test_the_decoder_continues_its_prompt():
             wanted = prefill(model)
         assert sum(kernel.startswith("linear:") for kernel in ran) == (0 if name == "float" else 2 * 7 + 1)
         torch.testing.assert_close(decode(model), wanted, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_a_sequence_from_the_cache_is_the_sequence_read_at_once():
-    torch.manual_seed(0)
-    shape = Shape(64, 96, 2, 4, 2, 32, 5)
-    decoder = Decoder(shape)
-    ids, cache = torch.randint(0, 32, (8,)), decoder.cache()
-    decoder(ids[:5], cache)
-    for i in range(5, 8):
-        last = decoder(ids[i : i + 1], cache, i)
-    torch.testing.assert_close(last, decoder(ids, decoder.cache()), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """`--help` of every benchmark, tutorial and example prints help, and does nothing else."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """benchmarks/peers.py: each engine that can be imported multiplies with the same weight, at the precision it says."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

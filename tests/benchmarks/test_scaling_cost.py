@@ -1,7 +1,5 @@
 """benchmarks/scaling_cost.py: numbers computed by hand, bytes that weights really send, and the tables of its page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from qtorch import explain, load_quantized, save_quantized
 from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
+from tests.refusals import refuses
 
 KERNELS = {
     "cpu_weight_only_mm": {"cpu_weight_only_mm", "packed_weight_mm", "weight_only_mm", "int8_weight_mm"},
@@ -71,6 +72,11 @@ def load(folder: Path, shape: tuple[int, int], mmap: bool = False) -> QuantizedT
     weight = load_quantized(model, folder, mmap=mmap).layer.weight
     assert isinstance(weight, QuantizedTensor)
     return weight
+
+
+def refused(folder: Path, shape: tuple[int, int], words: str) -> None:
+    """Check that the weight of ``layer`` cannot be loaded, and that the error says why."""
+    refuses(words, lambda: load(folder, shape))
 
 
 def check(folder: Path, wanted: Tensor, kernel: str, bits: float) -> QuantizedTensor:

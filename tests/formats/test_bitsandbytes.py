@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from qtorch import load_quantized
-from tests.formats.folders import Layer, check, load, plain_tensors, quantized_config, write
+from tests.formats.folders import Layer, check, load, plain_tensors, quantized_config, refused, write
 
 functional = pytest.importorskip("bitsandbytes.functional")
 OUTPUTS, INPUTS = 24, 128
+SHAPE = OUTPUTS, INPUTS
 STATE = "layer.weight.quant_state.bitsandbytes__"
 
 
 def layer(
-    kind: str, nested: bool, blocksize: int = 64, dtype: torch.dtype = torch.bfloat16, shape: Any = (OUTPUTS, INPUTS)
+    kind: str, nested: bool, blocksize: int = 64, dtype: torch.dtype = torch.bfloat16, shape: Any = SHAPE
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors that bitsandbytes stores, and the weight that they stand for."""
     weight = torch.randn(shape).to(dtype)
@@ -29,13 +30,21 @@ def layer(
     return tensors, functional.dequantize_4bit(packed, state).reshape(shape)
 
 
+def folder(tmp_path: Path, tensors: dict[str, Tensor], dtype: str = "float16", **settings: object) -> Path:
+    return write(tmp_path / "model", tensors, 2, quantized_config("bitsandbytes", dtype, **settings))
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_4_bits(kind: str, nested: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors, wanted = layer(kind, nested, dtype=dtype)
-    folder = write(tmp_path / "model", tensors, 2, quantized_config("bitsandbytes", load_in_4bit=True))
-    check(folder, wanted, "lut_weight_mm", 4 + 32 / 64 + 16 * 32 / (OUTPUTS * INPUTS))
+    check(
+        folder(tmp_path, tensors, load_in_4bit=True),
+        wanted,
+        "lut_weight_mm",
+        4 + 32 / 64 + 16 * 32 / (OUTPUTS * INPUTS),
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -46,8 +55,7 @@ def test_every_byte(nested: bool, tmp_path: Path) -> None:
     of_state = {name: tensor.clone() for name, tensor in tensors.items() if name.startswith("layer.weight.")}
     state = functional.QuantState.from_dict(of_state, device=torch.device("cpu"))
     wanted = functional.dequantize_4bit(tensors["layer.weight"], state)
-    folder = write(tmp_path / "model", tensors, 1, quantized_config("bitsandbytes"))
-    assert torch.equal(load(folder, (OUTPUTS, INPUTS)).dequantize(), wanted)
+    assert torch.equal(load(folder(tmp_path, tensors), SHAPE).dequantize(), wanted)
 
 
 @pytest.mark.parametrize(("inputs", "blocksize", "part"), [(96, 64, 32), (32, 64, 32), (48, 256, 16), (128, 32, 32)])
@@ -67,15 +75,18 @@ def test_blocks_that_end_inside_rows(inputs: int, blocksize: int, part: int, nes
     codes = tensors["layer.weight"].reshape(-1)
     with torch.compiler.set_stance("force_eager"):
         wanted = ops._dequantize_4bit_compute(codes, absmax, state.code, blocksize, state.shape, state.dtype)
-    weight = load(write(tmp_path / "model", tensors, 1, quantized_config("bitsandbytes")), (7, inputs))
+    weight = load(folder(tmp_path, tensors), (7, inputs))
     assert torch.equal(weight.dequantize(), wanted)
     assert weight.scheme.weight.granularity.group_size == part
 
 
 def test_blocks_that_would_have_tiny_parts_are_refused(tmp_path: Path) -> None:
     tensors, _ = layer("nf4", False, shape=(8, 100))
-    with pytest.raises(ValueError, match=r"layer.weight: groups of 64 in rows of 100 end inside rows"):
-        load(write(tmp_path / "model", tensors, 1, quantized_config("bitsandbytes")), (8, 100))
+    refused(
+        folder(tmp_path, tensors),
+        (8, 100),
+        r"layer.weight: groups of 64 in rows of 100 end inside rows",
+    )
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
@@ -83,8 +94,7 @@ def test_codes_stored_in_another_dtype(storage: torch.dtype, tmp_path: Path) -> 
     """bnb_4bit_quant_storage, for FSDP."""
     tensors, wanted = layer("nf4", True)
     tensors["layer.weight"] = tensors["layer.weight"].reshape(-1).view(storage).reshape(-1, 1)
-    folder = write(tmp_path / "model", tensors, 1, quantized_config("bitsandbytes"))
-    assert torch.equal(load(folder, (OUTPUTS, INPUTS)).dequantize(), wanted)
+    assert torch.equal(load(folder(tmp_path, tensors), SHAPE).dequantize(), wanted)
 
 
 def test_int8(tmp_path: Path) -> None:
@@ -93,9 +103,10 @@ def test_int8(tmp_path: Path) -> None:
     codes, scb, _ = functional.int8_vectorwise_quant(weight)
     stored = {"layer.weight": codes, "layer.SCB": scb, "layer.weight_format": torch.tensor(0, dtype=torch.uint8)}
     tensors = {**stored, **plain_tensors(INPUTS, torch.float32)}
-    folder = write(tmp_path / "model", tensors, 1, quantized_config("bitsandbytes", "float32", load_in_8bit=True))
     wanted = codes.float() * (scb / 127).reshape(-1, 1)
-    loaded = check(folder, wanted, "cpu_weight_only_mm", 8 + 32 / INPUTS)
+    loaded = check(
+        folder(tmp_path, tensors, "float32", load_in_8bit=True), wanted, "cpu_weight_only_mm", 8 + 32 / INPUTS
+    )
     assert torch.equal(loaded.inner_tensors["qdata"], codes)
     theirs = functional.int8_vectorwise_dequant(codes, scb)
     difference = ((loaded.dequantize() - theirs).abs() / theirs.abs().clamp(min=1e-9)).max()
@@ -105,7 +116,7 @@ def test_int8(tmp_path: Path) -> None:
 def test_a_file_without_a_configuration_is_recognized(tmp_path: Path) -> None:
     tensors, wanted = layer("nf4", True)
     file = write(tmp_path / "model", tensors) / "model.safetensors"
-    model = load_quantized(Layer(OUTPUTS, INPUTS), file)
+    model = load_quantized(Layer(*SHAPE), file)
     assert torch.equal(model.layer.weight.dequantize(), wanted)
 
 
@@ -117,10 +128,8 @@ def state(tensors: dict[str, Tensor], **change: object) -> dict[str, Tensor]:
 
 DAMAGE: dict[str, tuple[Any, str]] = {
     "not JSON": (lambda t: {**t, f"{STATE}nf4": torch.zeros(4, dtype=torch.uint8)}, "its quant_state is not JSON"),
-    "a list": (
-        lambda t: {**t, f"{STATE}nf4": torch.tensor(list(b"[1]"), dtype=torch.uint8)},
-        "its quant_state is a list, not an object",
-    ),
+    "a list": (lambda t: {**t, f"{STATE}nf4": torch.tensor([91, 49, 93], dtype=torch.uint8)},
+        "its quant_state is a list"),
     "another type": (lambda t: state(t, quant_type="fp4"), "its quant_type is 'fp4'"),
     "a huge shape": (lambda t: state(t, shape=[2**39, 2**39]), "layer.weight has 1536 bytes, codes of shape"),
     "a wrong shape": (lambda t: state(t, shape=[OUTPUTS, 64]), "codes of shape .24, 64. take 768"),
@@ -131,22 +140,16 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "another nested block size": (lambda t: state(t, nested_blocksize=1), "layer.weight.nested_absmax has shape"),
     "another dtype": (lambda t: state(t, dtype="int8"), "the dtype 'int8'"),
     "an infinite offset": (lambda t: state(t, nested_offset=float("inf")), "the nested_offset inf"),
-    "another table": (
-        lambda t: {**t, "layer.weight.quant_map": torch.linspace(-1, 1, 16)},
-        "its quant_map is not the table of nf4",
-    ),
+    "another table": (lambda t: {**t, "layer.weight.quant_map": torch.linspace(-1, 1, 16)}, "its quant_map is not the"),
     "no scales": (lambda t: {k: v for k, v in t.items() if not k.endswith(".absmax")}, "weight.absmax is missing"),
-    "few scales": (
-        lambda t: {**t, "layer.weight.absmax": t["layer.weight.absmax"][1:]},
-        "layer.weight.absmax has shape",
-    ),
+    "few scales": (lambda t: {**t, "layer.weight.absmax": t["layer.weight.absmax"][1:]},
+        "layer.weight.absmax has shape"),
     "no codes": (lambda t: {k: v for k, v in t.items() if k != "layer.weight"}, "layer.weight is missing"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_named(name: str, tmp_path: Path) -> None:
     change, says = DAMAGE[name]
     tensors, _ = layer("nf4", True)
-    with pytest.raises(ValueError, match=f"model.*{says}"):
-        load(write(tmp_path / "model", change(tensors), 1, quantized_config("bitsandbytes")), (OUTPUTS, INPUTS))
+    refused(folder(tmp_path, change(tensors)), SHAPE, f"model.*{says}")

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.formats.folders import check, load, plain_tensors, quantized_config, to_dtype, write
+from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
 
 OUTPUTS, INPUTS = 32, 96
+SHAPE = OUTPUTS, INPUTS
 
 
 def bit(words: list[int], position: int) -> int:
@@ -72,6 +73,17 @@ def without_largest(tensors: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
     return {**tensors, "layer.qzeros": tensors["layer.qzeros"] & mask}
 
 
+def folder(
+    tmp_path: Path, tensors: dict[str, Tensor], dtype: str = "float16", method: str = "gptq", **more: object
+) -> Path:
+    settings = {"bits": 4, "group_size": 32, **({"checkpoint_format": "gptq_v2"} if method == "gptq" else {}), **more}
+    return write(tmp_path / "model", tensors, 2, quantized_config(method, dtype, **settings))
+
+
+def v1(tmp_path: Path, tensors: dict[str, Tensor], **more: object) -> Path:
+    return folder(tmp_path, tensors, checkpoint_format="gptq", **more)
+
+
 @pytest.mark.parametrize("group", [32, 96])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
@@ -79,43 +91,35 @@ def test_gptq(version: str, bits: int, group: int, tmp_path: Path) -> None:
     tensors = without_largest(layer(bits, INPUTS // group), bits)
     tensors["layer.g_idx"] = torch.arange(INPUTS, dtype=torch.int32) // group
     size = -1 if group == INPUTS else group
-    config = quantized_config("gptq", bits=bits, group_size=size, checkpoint_format=version)
-    folder = write(tmp_path / "model", tensors, 2, config)
-    wanted = decoded(tensors, bits, group, plus=int(version == "gptq"))
-    check(folder, wanted, "cpu_weight_only_mm", bits + 24 / group)
+    made = folder(tmp_path, tensors, bits=bits, group_size=size, checkpoint_format=version)
+    check(made, decoded(tensors, bits, group, plus=int(version == "gptq")), "cpu_weight_only_mm", bits + 24 / group)
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 def test_planes_of_gptqmodel(bits: int, tmp_path: Path) -> None:
     tensors = layer(bits, 3)
-    config = quantized_config("gptq", bits=bits, group_size=32, checkpoint_format="gptq_p")
-    folder = write(tmp_path / "model", tensors, 1, config)
-    check(folder, decoded(tensors, bits, 32, 0, planar), "cpu_weight_only_mm", bits + 24 / 32)
+    made = folder(tmp_path, tensors, bits=bits, checkpoint_format="gptq_p")
+    check(made, decoded(tensors, bits, 32, 0, planar), "cpu_weight_only_mm", bits + 24 / 32)
 
 
 def test_the_last_group_may_be_shorter(tmp_path: Path) -> None:
     """Groups of 64 in rows of 96: parts of 32, with copies of the scale."""
     tensors = layer(4, 2)
-    config = quantized_config("gptq", bits=4, group_size=64, checkpoint_format="gptq_v2")
-    weight = check(write(tmp_path / "model", tensors, 1, config), decoded(tensors, 4, 64, 0), "cpu_weight_only_mm", 5)
+    weight = check(folder(tmp_path, tensors, group_size=64), decoded(tensors, 4, 64, 0), "cpu_weight_only_mm", 5)
     assert weight.scheme.weight.granularity.group_size == 32
 
 
 def test_layers_of_other_widths_and_groups(tmp_path: Path) -> None:
     """GPTQModel's `dynamic`: the shapes say what a layer has."""
-    tensors = layer(8, 3)
-    config = quantized_config(
-        "gptq", bits=4, group_size=96, checkpoint_format="gptq_v2", dynamic={"layer": {"bits": 8, "group_size": 32}}
-    )
-    check(write(tmp_path / "model", tensors, 1, config), decoded(tensors, 8, 32, 0), "cpu_weight_only_mm", 9)
+    tensors, of_layer = layer(8, 3), {"layer": {"bits": 8, "group_size": 32}}
+    made = folder(tmp_path, tensors, group_size=96, dynamic=of_layer)
+    check(made, decoded(tensors, 8, 32, 0), "cpu_weight_only_mm", 9)
 
 
 def test_the_configuration_gives_the_dtype(tmp_path: Path) -> None:
     """bfloat16 models have scales in float16."""
     tensors = layer(4, 3)
-    config = quantized_config("gptq", "bfloat16", bits=4, group_size=32, checkpoint_format="gptq_v2")
-    folder = write(tmp_path / "model", tensors, 1, config)
-    weight = load(folder, (OUTPUTS, INPUTS))
+    weight = load(folder(tmp_path, tensors, "bfloat16"), SHAPE)
     assert weight.dequantize().dtype is torch.bfloat16
     assert weight.inner_tensors["scale"].dtype is torch.float16
     exact = decoded({**tensors, "layer.scales": tensors["layer.scales"].float()}, 4, 32, 0)
@@ -128,38 +132,16 @@ PACKINGS = {"auto_round:auto_gptq": 1, "auto_round:gptq": 1, "auto_round": 0, "a
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_auto_round(packing: str, tmp_path: Path) -> None:
     tensors = without_largest(layer(4, 3), 4)
-    config = quantized_config("auto-round", bits=4, group_size=32, packing_format=packing)
-    folder = write(tmp_path / "model", tensors, 1, config)
-    check(folder, decoded(tensors, 4, 32, PACKINGS[packing]), "cpu_weight_only_mm", 4.75)
-
-
-def test_auto_round_names_what_it_cannot_read(tmp_path: Path) -> None:
-    config = quantized_config("auto-round", bits=4, group_size=32, packing_format="auto_round:llm_compressor")
-    folder = write(tmp_path / "model", layer(4, 3), 1, config)
-    with pytest.raises(ValueError, match=r"model: packing_format is 'auto_round:llm_compressor', which is not read"):
-        load(folder, (OUTPUTS, INPUTS))
+    made = folder(tmp_path, tensors, method="auto-round", packing_format=packing)
+    check(made, decoded(tensors, 4, 32, PACKINGS[packing]), "cpu_weight_only_mm", 4.75)
 
 
 def test_a_bias_of_zeros_may_be_left_out(tmp_path: Path) -> None:
     """AutoGPTQ stored one for every layer, also where the model has none."""
     tensors = {**layer(4, 3), "layer.bias": torch.zeros(OUTPUTS, dtype=torch.float16)}
-    config = quantized_config("gptq", bits=4, group_size=32, checkpoint_format="gptq_v2")
-    load(write(tmp_path / "model", tensors, 1, config), (OUTPUTS, INPUTS))
+    load(folder(tmp_path, tensors), SHAPE)
     tensors["layer.bias"][0] = 1
-    with pytest.raises(ValueError, match=r"unexpected key layer.bias"):
-        load(write(tmp_path / "model", tensors, 1, config), (OUTPUTS, INPUTS))
-
-
-def v1(tmp_path: Path, tensors: dict[str, Tensor], **more: object) -> Path:
-    config = quantized_config("gptq", bits=4, group_size=32, checkpoint_format="gptq", **more)
-    return write(tmp_path / "model", tensors, 1, config)
-
-
-def test_a_zero_point_that_readers_disagree_about_is_refused(tmp_path: Path) -> None:
-    tensors = without_largest(layer(4, 3), 4)
-    tensors["layer.qzeros"][1, 1] |= 0xF
-    with pytest.raises(ValueError, match=r"model.safetensors: layer.weight: a zero point is stored as 15; in the form"):
-        load(v1(tmp_path, tensors), (OUTPUTS, INPUTS))
+    refused(folder(tmp_path, tensors), SHAPE, r"unexpected key layer.bias")
 
 
 def test_gptqmodel_borrows_between_zero_points(tmp_path: Path) -> None:
@@ -170,20 +152,11 @@ def test_gptqmodel_borrows_between_zero_points(tmp_path: Path) -> None:
     words = (zeros.reshape(3, -1, 8) << (4 * torch.arange(8))).sum(-1)
     tensors["layer.qzeros"] = (words - 0x11111111).to(torch.int32)
     true = {**tensors, "layer.qzeros": words.to(torch.int32)}
-    weight = load(v1(tmp_path, tensors, meta={"quantizer": ["gptqmodel:4.0.0"]}), (OUTPUTS, INPUTS))
+    weight = load(v1(tmp_path, tensors, meta={"quantizer": ["gptqmodel:4.0.0"]}), SHAPE)
     assert torch.equal(weight.dequantize(), decoded(true, 4, 32, 0))
 
 
-def test_desc_act_is_refused_by_name(tmp_path: Path) -> None:
-    tensors = without_largest(layer(4, 3), 4)
-    tensors["layer.g_idx"] = (torch.arange(INPUTS, dtype=torch.int32) // 32)[torch.randperm(INPUTS)]
-    with pytest.raises(ValueError, match=r"layer.weight: g_idx groups inputs out of order \(desc_act=True\)"):
-        load(v1(tmp_path, tensors), (OUTPUTS, INPUTS))
-    tensors["layer.g_idx"] = torch.full((INPUTS,), 2**31 - 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"layer.weight: g_idx groups inputs out of order"):
-        load(v1(tmp_path, tensors), (OUTPUTS, INPUTS))
-
-
+UNORDERED = (torch.arange(INPUTS, dtype=torch.int32) // 32).roll(7)
 DAMAGE = {
     "no scales": ({"layer.scales": None}, "layer.scales is missing"),
     "no zero points": ({"layer.qzeros": None}, "layer.qzeros is missing"),
@@ -196,30 +169,38 @@ DAMAGE = {
         "rows of 96 have 7 groups; the group_size of the configuration is 32",
     ),
     "another g_idx": ({"layer.g_idx": torch.zeros(95, dtype=torch.int32)}, "layer.g_idx has shape"),
-    "also a float weight": ({"layer.weight": torch.zeros(OUTPUTS, INPUTS)}, "layer.weight is stored quantized and in"),
+    "desc_act": ({"layer.g_idx": UNORDERED}, r"layer.weight: g_idx groups inputs out of order \(desc_act=True\)"),
+    "huge g_idx": ({"layer.g_idx": UNORDERED * 0 + 2**31 - 1}, "layer.weight: g_idx groups inputs out of order"),
+    "also a float weight": ({"layer.weight": torch.zeros(SHAPE)}, "layer.weight is stored quantized and in"),
     "empty": ({"layer.qweight": torch.zeros(0, 0, dtype=torch.int32)}, "layer.scales has shape"),
+    "a zero point that readers disagree about": (
+        {"layer.qzeros": torch.full((3, 4), 0xF0, dtype=torch.int32)},
+        "safetensors: layer.weight: a zero point is stored as 15; in the form",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_named(name: str, tmp_path: Path) -> None:
     change, says = DAMAGE[name]
-    merged: dict[str, Tensor | None] = {**layer(4, 3), **change}
-    folder = v1(tmp_path, {key: tensor for key, tensor in merged.items() if tensor is not None})
-    with pytest.raises(ValueError, match=f"model.*{says}"):
-        load(folder, (OUTPUTS, INPUTS))
+    merged: dict[str, Tensor | None] = {**without_largest(layer(4, 3), 4), **change}
+    tensors = {key: tensor for key, tensor in merged.items() if tensor is not None}
+    refused(v1(tmp_path, tensors), SHAPE, f"model.*{says}")
 
 
-@pytest.mark.parametrize("checkpoint_format", ["marlin", "bitblas"])
-def test_packings_of_devices_are_refused_by_name(checkpoint_format: str, tmp_path: Path) -> None:
-    config = quantized_config("gptq", bits=4, group_size=32, checkpoint_format=checkpoint_format)
-    with pytest.raises(ValueError, match=f"checkpoint_format is '{checkpoint_format}', which is not read; known: gptq"):
-        load(write(tmp_path / "model", layer(4, 3), 1, config), (OUTPUTS, INPUTS))
+@pytest.mark.parametrize("settings, says", [
+    ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', which is not read; known: gptq"),
+    ({"checkpoint_format": "bitblas"}, "checkpoint_format is 'bitblas', which is not read; known: gptq"),
+    ({"method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+     "model: packing_format is 'auto_round:llm_compressor', which is not read"),
+])  # fmt: skip
+def test_packings_that_are_not_read_are_named(settings: dict[str, str], says: str, tmp_path: Path) -> None:
+    refused(folder(tmp_path, layer(4, 3), **settings), SHAPE, says)
 
 
 def test_the_configuration_of_autogptq(tmp_path: Path) -> None:
     """In a file of its own, where config.json says nothing."""
     tensors = without_largest(layer(4, 3), 4)
-    folder = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
-    (folder / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
-    assert torch.equal(load(folder, (OUTPUTS, INPUTS)).dequantize(), decoded(tensors, 4, 32, 1))
+    made = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
+    (made / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
+    assert torch.equal(load(made, SHAPE).dequantize(), decoded(tensors, 4, 32, 1))

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.formats.folders import check, load, plain_tensors, quantized_config, to_dtype, write
+from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
 
 OUTPUTS, INPUTS = 32, 64
-PACKINGS = {
-    8: "8bit_u8",
-    6: "8bit_u8",
-    5: "8bit_u8",
+SHAPE = OUTPUTS, INPUTS
+PACKINGS = dict.fromkeys((8, 6, 5), "8bit_u8") | {
     4: "4bit_u8",
     3: "3bit_32",
     2: "2bit_u8",
     1.58: "2bit_u8",
     1: "1bit_u8",
 }
+OFF = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "round_zero")
+ON = ("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize")
 WIDTHS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
 
 
@@ -27,7 +27,7 @@ def text(value: str) -> Tensor:
 
 
 def layer(
-    bits: float, group: int = 32, dtype: torch.dtype = torch.float16, shape: tuple[int, int] = (OUTPUTS, INPUTS)
+    bits: float, group: int = 32, dtype: torch.dtype = torch.float16, shape: tuple[int, int] = SHAPE
 ) -> dict[str, Tensor]:
     """What HQQLinear.state_dict returns, with random codes."""
     groups = shape[0] * shape[1] // group
@@ -46,17 +46,15 @@ def layer(
         "packing": text(packing),
         "unpack_view_dtype": text("torch.uint8"),
         "compute_dtype": text(str(dtype)),
-        **{key: torch.tensor(0, dtype=torch.uint8) for key in ("view_as_float", "quant_scale", "quant_zero")},
-        **{key: torch.tensor(0, dtype=torch.uint8) for key in ("offload_meta", "round_zero")},
-        **{key: torch.tensor(1, dtype=torch.uint8) for key in ("encoded_state_dict", "stores_quant_config")},
-        **{key: torch.tensor(1, dtype=torch.uint8) for key in ("channel_wise", "optimize")},
+        **{key: torch.tensor(0, dtype=torch.uint8) for key in OFF},
+        **{key: torch.tensor(1, dtype=torch.uint8) for key in ON},
     }
     parts = {"W_q": codes, "scale": (torch.rand(groups, 1) + 0.01).to(dtype), **settings}
     parts["zero"] = (torch.rand(groups, 1) * 2**bits).to(dtype)
     return {**{f"layer.{key}": part for key, part in parts.items()}, **plain_tensors(shape[1], dtype)}
 
 
-def decoded(tensors: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, int] = (OUTPUTS, INPUTS)) -> Tensor:
+def decoded(tensors: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, int] = SHAPE) -> Tensor:
     packing = "".join(chr(c) for c in tensors["layer.packing"])
     width = WIDTHS[packing]
     per_word = 10 if packing == "3bit_32" else 8 // width
@@ -70,20 +68,23 @@ def decoded(tensors: dict[str, Tensor], dtype: torch.dtype, shape: tuple[int, in
     return to_dtype([flat[o * shape[1] : (o + 1) * shape[1]] for o in range(shape[0])], dtype)
 
 
+def folder(tmp_path: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float16) -> Path:
+    return write(tmp_path / "model", tensors, 2, quantized_config("hqq", str(dtype).removeprefix("torch.")))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", PACKINGS)
 def test_hqq(bits: float, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = layer(bits, dtype=dtype)
-    folder = write(tmp_path / "model", tensors, 2, quantized_config("hqq", str(dtype).removeprefix("torch.")))
     width = 2 if bits == 1.58 else int(bits)
-    check(folder, decoded(tensors, dtype), "cpu_weight_only_mm", width + 1)
+    check(folder(tmp_path, tensors, dtype), decoded(tensors, dtype), "cpu_weight_only_mm", width + 1)
 
 
 @pytest.mark.parametrize(("group", "part"), [(64, 64), (128, 64), (96, 32)])
 def test_groups_of_several_rows(group: int, part: int, tmp_path: Path) -> None:
     """HQQ groups the flattened weight."""
     tensors = layer(4, group, shape=(48, 64))
-    weight = load(write(tmp_path / "model", tensors, 1, quantized_config("hqq")), (48, 64))
+    weight = load(folder(tmp_path, tensors), (48, 64))
     assert torch.equal(weight.dequantize(), decoded(tensors, torch.float16, (48, 64)))
     assert weight.scheme.weight.block_size((48, 64)) == (1, part)
 
@@ -94,7 +95,7 @@ def test_codes_viewed_as_floats(tmp_path: Path) -> None:
     wanted = decoded(tensors, torch.float16)
     tensors["layer.W_q"] = tensors["layer.W_q"].view(torch.float16)
     tensors["layer.view_as_float"] = torch.tensor(1, dtype=torch.uint8)
-    weight = load(write(tmp_path / "model", tensors, 1, quantized_config("hqq")), (OUTPUTS, INPUTS))
+    weight = load(folder(tmp_path, tensors), SHAPE)
     assert torch.equal(weight.dequantize(), wanted)
 
 
@@ -120,12 +121,14 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
     change, says = DAMAGE[name]
     merged = {**layer(4), **{f"layer.{key}": tensor for key, tensor in change.items()}}
     tensors = {key: tensor for key, tensor in merged.items() if tensor is not None}
-    with pytest.raises(ValueError, match=f"model.*{says}"):
-        load(write(tmp_path / "model", tensors, 1, quantized_config("hqq")), (OUTPUTS, INPUTS))
+    refused(folder(tmp_path, tensors), SHAPE, f"model.*{says}")
 
 
 def test_codes_beyond_their_width_are_named(tmp_path: Path) -> None:
     tensors = layer(5)
     tensors["layer.W_q"][1, 1] = 32
-    with pytest.raises(ValueError, match=r"layer.weight: one of its codes is 32, which has more than 5 bits"):
-        load(write(tmp_path / "model", tensors, 1, quantized_config("hqq")), (OUTPUTS, INPUTS))
+    refused(
+        folder(tmp_path, tensors),
+        SHAPE,
+        r"layer.weight: one of its codes is 32, which has more than 5 bits",
+    )

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from qtorch import explain, load_quantized, save_quantized
-from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -16,34 +15,29 @@ pytestmark = pytest.mark.slow
 
 
 def llama(tied: bool) -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
     return transformers.LlamaForCausalLM(config).eval()
+
+
+def by_bitsandbytes(tied: bool, folder: Path, settings: dict[str, object], dtype: torch.dtype) -> torch.nn.Module:
+    """As transformers loads it, and saves it into ``folder / "bnb"``."""
+    llama(tied).save_pretrained(folder / "float")
+    config = transformers.BitsAndBytesConfig(**settings)
+    options = {"quantization_config": config, "device_map": {"": "cpu"}, "dtype": dtype}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "float", **options)
+    theirs.save_pretrained(folder / "bnb", max_shard_size="30KB")
+    return theirs
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 def test_llama_in_nf4(tied: bool, nested: bool, tmp_path: Path) -> None:
-    llama(tied).save_pretrained(tmp_path / "float")
-    settings = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=nested,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "float", quantization_config=settings, device_map={"": "cpu"}, dtype=torch.float32
-    )
-    theirs.save_pretrained(tmp_path / "bnb", max_shard_size="30KB")
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": nested}
+    settings["bnb_4bit_compute_dtype"] = torch.float32
+    theirs = by_bitsandbytes(tied, tmp_path, settings, torch.float32)
     assert (tmp_path / "bnb" / "model.safetensors.index.json").exists()
 
     ours = load_quantized(llama(tied), tmp_path / "bnb").eval()
@@ -72,31 +66,10 @@ def test_llama_in_nf4(tied: bool, nested: bool, tmp_path: Path) -> None:
 
 
 def test_llama_in_int8(tmp_path: Path) -> None:
-    llama(False).save_pretrained(tmp_path / "float")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "float",
-        quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True),
-        device_map={"": "cpu"},
-        dtype=torch.float16,
-    )
-    theirs.save_pretrained(tmp_path / "bnb")
+    theirs = by_bitsandbytes(False, tmp_path, {"load_in_8bit": True}, torch.float16)
     ours = load_quantized(llama(False).half(), tmp_path / "bnb").eval()
     found = [name for name, weight in ours.named_parameters() if isinstance(weight, QuantizedTensor)]
     assert len(found) == 14
     for name in found:
         module = theirs.get_submodule(name.removesuffix(".weight"))
         assert torch.equal(ours.get_parameter(name).inner_tensors["qdata"], module.weight.data.to(torch.int8))
-
-
-def test_contents_of_a_plain_model(tmp_path: Path) -> None:
-    model = llama(True)
-    model.save_pretrained(tmp_path)
-    with open_source(tmp_path) as source:
-        assert source.names == {name for name, _ in model.named_parameters()}
-        assert all(source.contents(name).scheme is None for name in source.names)
-    with torch.no_grad():
-        changed = llama(True)
-        changed.model.norm.weight.zero_()
-        load_quantized(changed, tmp_path)
-        ids = torch.arange(7)[None]
-        assert torch.equal(changed(ids).logits, model(ids).logits)

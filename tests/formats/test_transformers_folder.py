@@ -13,6 +13,7 @@ from qtorch.checkpoint.formats.transformers_folder import Index, cast, quantizat
 from qtorch.checkpoint.sources import open_source
 from qtorch.checkpoint.tensor_file import TensorFile, write_tensors
 from qtorch.dtypes import QuantizedTensor
+from tests.refusals import refuses
 
 
 def build() -> nn.Sequential:
@@ -103,41 +104,27 @@ def edit(path: Path, change: Any) -> None:
     write_tensors(path, tensors, {"qtorch.transformers": json.dumps(data)})
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t, d: d.update(version=2), "version 2"),
-        (lambda t, d: d.update(quantized=[]), "no objects"),
-        (lambda t, d: d["quantized"]["0.weight"].pop("scheme"), "no scheme"),
-        (lambda t, d: d["quantized"]["0.weight"]["tensors"].update(codes="elsewhere"), "missing key elsewhere"),
-        (lambda t, d: d["quantized"]["0.weight"]["tensors"].update(codes="1.weight_scale"), "more than one tensor"),
-        (lambda t, d: t.update({"0.weight": torch.ones(3)}), "both quantized and in floating point"),
-        (lambda t, d: d["aliases"].update({"2.weight": "nothing"}), "another name of 'nothing'"),
-        (lambda t, d: d["aliases"].update({"0.bias": "1.bias"}), "stored itself"),
-        (lambda t, d: t.update({"0.weight_codes": torch.zeros(3, dtype=torch.int8)}), "codes have shape"),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda t, d: d.update(version=2), "version 2"),
+    (lambda t, d: d.update(quantized=[]), "no objects"),
+    (lambda t, d: d["quantized"]["0.weight"].pop("scheme"), "no scheme"),
+    (lambda t, d: d["quantized"]["0.weight"]["tensors"].update(codes="elsewhere"), "missing key elsewhere"),
+    (lambda t, d: d["quantized"]["0.weight"]["tensors"].update(codes="1.weight_scale"), "more than one tensor"),
+    (lambda t, d: t.update({"0.weight": torch.ones(3)}), "both quantized and in floating point"),
+    (lambda t, d: d["aliases"].update({"2.weight": "nothing"}), "another name of 'nothing'"),
+    (lambda t, d: d["aliases"].update({"0.bias": "1.bias"}), "stored itself"),
+    (lambda t, d: t.update({"0.weight_codes": torch.zeros(3, dtype=torch.int8)}), "codes have shape"),
+])  # fmt: skip
 def test_damage_is_reported(tmp_path: Path, change: Any, words: str) -> None:
     write(quantized(), tmp_path / "m")
     edit(tmp_path / "m" / "model.safetensors", change)
-    with pytest.raises(ValueError, match=words):
-        load_quantized(build(), tmp_path / "m")
-
-
-@pytest.mark.parametrize("name", ["../m/model.safetensors", "/etc/passwd", "..", "a\0.safetensors"])
-def test_the_index_names_no_other_files(tmp_path: Path, name: str) -> None:
-    write(quantized(), tmp_path / "m", 2)
-    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"0.bias": name}}))
-    with pytest.raises(ValueError, match="not the name of a file in its folder"):
-        load_quantized(build(), tmp_path / "m")
+    refuses(words, lambda: load_quantized(build(), tmp_path / "m"))
 
 
 def test_a_missing_shard_and_a_contradiction(tmp_path: Path) -> None:
     write(quantized(), tmp_path / "m", 2)
     first, second = sorted((tmp_path / "m").glob("*.safetensors"))
     edit(second, lambda t, d: d["aliases"].update({"2.weight": "1.bias"}))
-    with pytest.raises(ValueError, match=r"describe 2\.weight in different ways"):
-        load_quantized(build(), tmp_path / "m")
+    refuses(r"describe 2\.weight in different ways", lambda: load_quantized(build(), tmp_path / "m"))
     first.unlink()
-    with pytest.raises(ValueError, match=r"its shard .* is missing"):
-        load_quantized(build(), tmp_path / "m")
+    refuses(r"its shard .* is missing", lambda: load_quantized(build(), tmp_path / "m"))

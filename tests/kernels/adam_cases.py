@@ -1,11 +1,12 @@
 """Steps of Adam on small parameters, for the tests of every kernel."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from qtorch.kernels.ops.adam import FORMS, AdamStep, Moment
+from qtorch.kernels.custom_ops import portable
+from qtorch.kernels.ops.adam import FORMS, AdamStep, Moment, adam_step
 from qtorch.primitives.granularity import FlatBlocks
 from qtorch.primitives.layouts.packed import packed_length
 
@@ -50,3 +51,20 @@ def tensors(moments: list[Moment]) -> list[Tensor]:
     return [m.data.view(torch.uint8) if m.data.dtype != torch.float32 else m.data for m in moments] + [
         m.scale for m in moments if m.scale is not None
     ]
+
+
+def check_equals_the_reference(
+    run: Callable[..., object], form: str, blocks: FlatBlocks, dtype: torch.dtype, count: int, key: int | None,
+    l2: float, device: str = "cpu",
+) -> None:  # fmt: skip
+    """`run` gives the bits of the step in torch operators, step after step."""
+    reference = zeros(form, blocks, count)
+    ours = [Moment(*(None if part is None else part.to(device) for part in m)) for m in zeros(form, blocks, count)]
+    other = torch.randn(blocks.rows * blocks.length).to(dtype)
+    weight = other.to(device, copy=True)
+    for number in (1, 2, 3):
+        grad = gradient(blocks, dtype, number)
+        run(weight, grad.to(device), ours, blocks, step(form, number, key, l2))
+        portable(adam_step)(other, grad, reference, blocks, step(form, number, key, l2))
+    assert torch.equal(weight.cpu(), other), (blocks, dtype, count, key, l2)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors(ours), tensors(reference), strict=True))

@@ -6,25 +6,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    BlockSparseLayout,
-    LinearSpec,
-    MappingType,
-    PerGroup,
-    PerRow,
-    PerToken,
-    PlainLayout,
-    QuantSpec,
-    explain,
-)
+from qtorch import AffineQuantizedTensor, BlockSparseLayout, LinearSpec, PerGroup, PlainLayout, explain
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.primitives import compute_error, prune_blocks
+from qtorch.primitives import PerRow, QuantSpec, compute_error, prune_blocks
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
+from tests.kernels.quantized_weights import ASYMMETRIC_TOKEN, TOKEN
 
-TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)
-ACTIVATIONS = {"weight-only": None, "int8": TOKEN, "asymmetric": QuantSpec("int8", PerToken(), MappingType.ASYMMETRIC)}
+ACTIVATIONS = {"weight-only": None, "int8": TOKEN, "asymmetric": ASYMMETRIC_TOKEN}
 WEIGHTS = {
     "int8 row": QuantSpec("int8", quant_min=-127),
     "int8 group": QuantSpec("int8", PerGroup(16)),

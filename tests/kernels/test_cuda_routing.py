@@ -1,33 +1,40 @@
-"""Which kernel a CUDA input gets, asked of the registry: no GPU is needed for that."""
+"""Which kernel a CUDA input gets, asked of the registry and of a compiler: no GPU is needed for that."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PerBlock, PerGroup, PerRow, QuantSpec
 from qtorch.kernels import features
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain
+from tests.fast_part import slow_but
 
+FLOAT, TILED = ZeroPointDomain.FLOAT, qtorch.TensorCoreTiledLayout()
+ROWWISE, ASYMMETRIC_ROWS = ["cuda_quantize_rowwise"], ["cuda_quantize_asymmetric"]
+# recipe: the kernel of its products, and what its graph runs before it
 RECIPES = {
-    qtorch.int8_weight_only(): "cuda_weight_mm",
-    qtorch.int4_weight_only(group_size=32): "cuda_weight_mm",
-    qtorch.int4_weight_only(group_size=32, zero_point_domain=ZeroPointDomain.FLOAT): "cuda_weight_mm",
-    qtorch.int4_weight_only(
-        group_size=32, zero_point_domain=ZeroPointDomain.FLOAT, layout=qtorch.TensorCoreTiledLayout()
-    ): "int4_tiled_mm",
-    qtorch.intx_weight_only("int3"): "cuda_weight_mm",
-    qtorch.uintx_weight_only("uint2"): "cuda_weight_mm",
-    qtorch.int8_dynamic_activation_int8_weight(): "cuda_int8_mm",
-    qtorch.int8_dynamic_activation_int8_weight(qtorch.MappingType.ASYMMETRIC): "cuda_int8_mm",
-    qtorch.int8_dynamic_activation_int4_weight(): "cuda_int8_mm",
-    qtorch.float8_dynamic_activation_float8_weight(): "float8_scaled_mm",
-    qtorch.float8_dynamic_activation_float8_weight(qtorch.PerTensor()): "float8_scaled_mm",
-    qtorch.float8_weight_only(): "weight_only_mm",
-    qtorch.nf4_weight_only(): "lut_weight_mm",
+    qtorch.int8_weight_only(): ("cuda_weight_mm", []),
+    qtorch.int4_weight_only(group_size=32): ("cuda_weight_mm", []),
+    qtorch.int4_weight_only(32, FLOAT): ("cuda_weight_mm", []),
+    qtorch.int4_weight_only(32, FLOAT, layout=TILED): ("int4_tiled_mm", None),
+    qtorch.intx_weight_only("int3"): ("cuda_weight_mm", None),
+    qtorch.uintx_weight_only("uint2"): ("cuda_weight_mm", []),
+    qtorch.int8_static_activation_int8_weight(scale=0.1): ("cuda_int8_mm", []),
+    qtorch.int8_dynamic_activation_int8_weight(): ("cuda_int8_mm", ROWWISE),
+    qtorch.int8_dynamic_activation_int8_weight(qtorch.MappingType.ASYMMETRIC): ("cuda_int8_mm", ASYMMETRIC_ROWS),
+    qtorch.int8_dynamic_activation_int4_weight(): ("cuda_int8_mm", ASYMMETRIC_ROWS),
+    qtorch.float8_dynamic_activation_float8_weight(): ("float8_scaled_mm", ROWWISE),
+    qtorch.float8_dynamic_activation_float8_weight(qtorch.PerTensor()): ("float8_scaled_mm", None),
+    qtorch.float8_weight_only(): ("weight_only_mm", None),
+    qtorch.nf4_weight_only(): ("lut_weight_mm", None),
 }
 
 
@@ -39,12 +46,38 @@ def problem_of(recipe, device="cuda", dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_kernel_of_each_recipe(recipe):
-    assert choose(problem_of(recipe)).name == RECIPES[recipe]
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_cpu_inputs_do_not_get_them(recipe):
+    assert choose(problem_of(recipe)).name == RECIPES[recipe][0]
     assert choose(problem_of(recipe, "cpu")).device in (None, "cpu")
+
+
+def on_cuda(weight: Tensor) -> Tensor:
+    """The quantized weight with fake tensors on CUDA in it; called in a `FakeTensorMode`."""
+    inner = {
+        name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+        for name, tensor in weight.inner_tensors.items()
+    }
+    return type(weight)(inner, weight.scheme)
+
+
+@pytest.mark.skipif(features.cuda_lacks("triton") is not None, reason="needs triton")
+@pytest.mark.parametrize("dynamic", slow_but((True,), (False, True)))
+@pytest.mark.parametrize("recipe", [recipe for recipe, (_, before) in RECIPES.items() if before is not None], ids=str)
+def test_linear_is_one_graph_with_the_kernels_for_cuda(recipe, dynamic):
+    """As a compiler sees it; tensors are fake, so that no GPU is needed."""
+    layer = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
+    qtorch.quantize_(layer, recipe)
+    ran: list[str] = []
+
+    def keep(graph, _inputs):
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        ran.extend(str(target).split(".")[1] for target in targets if str(target).startswith("qtorch."))
+        return make_boxed_func(lambda *_: [torch.empty(7, 128)])
+
+    kernel, before = RECIPES[recipe]
+    compiled = torch.compile(functional.linear, backend=aot_autograd(fw_compiler=keep), fullgraph=True, dynamic=dynamic)
+    with FakeTensorMode():
+        compiled(torch.empty(7, 256, dtype=torch.bfloat16, device="cuda"), on_cuda(layer.weight.detach()))
+    assert ran == [*before, kernel]
 
 
 @pytest.fixture

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PerGroup,
-    QuantSpec,
-    TensorCoreTiledLayout,
-    ZeroPointDomain,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerGroup, QuantSpec, TensorCoreTiledLayout
 from qtorch.kernels import int_matmul, record_kernels
 from qtorch.kernels.custom_ops import (
     _implementations,
@@ -31,9 +23,11 @@ from qtorch.kernels.custom_ops import (
     opaque,
     portable,
 )
+from qtorch.primitives import ZeroPointDomain
 from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.layouts.semi_sparse import pack_2_4
 from qtorch.primitives.qdtype import qdtype
+from tests.refusals import refuses
 
 KERNELS = Path(qtorch.__file__).parent / "kernels"
 
@@ -125,13 +119,10 @@ def test_implementations_are_listed_once():
 
 
 def test_what_implement_refuses():
-    with pytest.raises(ValueError, match="no operation is named nothing"):
-        implement("nothing", "cpu")(_scale_on_cpu)
-    with pytest.raises(ValueError, match="_test_scale has an implementation for cpu already"):
-        implement("_test_scale", "cpu")(_scale_on_cpu)
+    refuses("no operation is named nothing", lambda: implement("nothing", "cpu")(_scale_on_cpu))
+    refuses("_test_scale has an implementation for cpu already", lambda: implement("_test_scale", "cpu")(_scale_on_cpu))
     implement("_test_scale", "cpu", where=False)(_scale_on_cpu)
-    with pytest.raises(ValueError, match="an operation is named _test_scale already"):
-        opaque(torch.empty_like)(portable(_test_scale))
+    refuses("an operation is named _test_scale already", lambda: opaque(torch.empty_like)(portable(_test_scale)))
 
 
 TYPES = {

@@ -9,8 +9,8 @@ from qtorch.kernels import LaunchConfig, autotune, record_kernels
 from qtorch.kernels.cuda import launch_config
 from qtorch.kernels.cuda.launch_config import SHIPPED, Table, find, forced, launch
 
-OPS = {"int8_scaled_mm", "intx_weight_mm", "int8_grouped_mm", "tile_scaled_mm"}
-OPS |= {"experts_weight_mm", "experts_int8_mm"}
+OF_EXPERTS = {"experts_weight_mm", "experts_int8_mm"}
+OPS = {"int8_scaled_mm", "intx_weight_mm", "int8_grouped_mm", "tile_scaled_mm"} | OF_EXPERTS
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +23,14 @@ def fresh_tables():
     launch_config._nearest.cache_clear()
 
 
-def table(name="mine", **configs):
-    """{(op, dtype, m, n, k): fields} as a table."""
-    entries = [{"op": "f", "dtype": "int8", "m": m, "n": 64, "k": 64, **config} for m, config in configs["f"].items()]
-    return Table({"gpu": "", "capability": [], "multiprocessors": 0, "measured": None, "configs": entries}, name)
+def table(**configs):
+    """{op: {rows: fields}} as a table."""
+    entries = [
+        {"op": op, "dtype": "int8", "m": m, "n": 64, "k": 64, **fields}
+        for op, by_rows in configs.items()
+        for m, fields in by_rows.items()
+    ]
+    return Table({"gpu": "", "capability": [], "multiprocessors": 0, "measured": None, "configs": entries}, "mine")
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)
@@ -34,16 +38,15 @@ def test_shipped_tables(path, tmp_path):
     """Every op has entries for few rows and many; files are what `write` writes; undated values are reasoned."""
     shipped = Table.read(path)
     # Products of experts are not measured on any GPU yet: the default serves all.
-    ops = OPS if path.stem == "default" else OPS - {"experts_weight_mm", "experts_int8_mm"}
+    ops = OPS if path.stem == "default" else OPS - OF_EXPERTS
     assert {op for op, *_ in shipped.entries} == ops
     for op in ops:
         rows = [m for name, _, (m, _, _) in shipped.entries if name == op]
         assert min(rows) == 1
         assert max(rows) >= 4096
     for config in shipped.entries.values():
-        assert all(
-            size & (size - 1) == 0 for size in (config.block_m, config.block_n, config.block_k, config.num_warps)
-        )
+        sizes = config.block_m, config.block_n, config.block_k, config.num_warps
+        assert all(size & (size - 1) == 0 for size in sizes)
     shipped.write(tmp_path / path.name)
     assert (tmp_path / path.name).read_text() == path.read_text()
     assert "measured" in json.loads(path.read_text())
@@ -79,9 +82,7 @@ def test_the_table_of_a_gpu(monkeypatch):
 
 
 def test_a_table_of_ones_own_comes_first(monkeypatch, tmp_path):
-    mine = Table(
-        {"gpu": "", "capability": [], "multiprocessors": 0, "measured": None, "configs": [
-            {"op": "int8_scaled_mm", "dtype": "int8", "m": 1, "n": 1, "k": 1, "block_m": 32}]}, "mine")  # fmt: skip
+    mine = table(int8_scaled_mm={1: {"block_m": 32}})
     mine.write(tmp_path / "mine.json")
     monkeypatch.setenv("QTORCH_CONFIGS", str(tmp_path / "mine.json"))
     assert find("int8_scaled_mm", "int8", (4096, 4096, 4096)).block_m == 32

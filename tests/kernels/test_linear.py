@@ -109,20 +109,6 @@ def test_int8_weight_mm_chooses_by_rows_and_processor(dtype, has_bf16, rows, pac
     assert (40 if dtype == torch.bfloat16 else 55) < error < 90
 
 
-def test_static_activation():
-    x, weight, _, bias = layer(SCHEMES["int8 row"][0])
-    spec = LinearSpec(INT8, QuantSpec("int8", PerTensor()), static=True)
-    scale = x.abs().max().reshape(1, 1) / 127.5
-    quantized = AffineQuantizedTensor.from_float(weight, spec, act_scale=scale)
-    dynamic = AffineQuantizedTensor.from_float(weight, LinearSpec(INT8, QuantSpec("int8", PerTensor())))
-    with record_kernels() as ran:
-        y = functional.linear(x, quantized, bias)
-    assert ran[0] == "linear:int8_scaled_mm"
-    assert torch.equal(y, functional.linear(x, dynamic, bias)), "the scale that x itself would give"
-    assert torch.equal(functional.linear(2 * x, quantized), reference.linear(2 * x, quantized, None))
-    assert compute_error(2 * functional.linear(x, weight), functional.linear(2 * x, quantized)) < 25, "it clips"
-
-
 @pytest.mark.parametrize(("block", "limit", "want"), [
     (1, 292, 256), (1, 128, 128), (1, 127, 127), (1, 0, 1), (32, 292, 256), (32, 100, 96), (100, 292, 200),
     (300, 292, 300),
@@ -130,12 +116,3 @@ def test_static_activation():
 def test_slices_are_whole_blocks_and_even_where_there_is_room(block, limit, want):
     for dtype in (torch.float32, torch.bfloat16):
         assert slice_length(torch.empty(2, 64, dtype=dtype), 64, block, limit * 64 * dtype.itemsize) == want
-
-
-def test_zero_and_nan_inputs():
-    _, _, quantized, _ = layer(SCHEMES["int8, int8"][0])
-    x = torch.zeros(3, 96)
-    x[1, 4] = float("nan")
-    y = functional.linear(x, quantized)
-    assert (y[[0, 2]] == 0).all()
-    assert y[1].isnan().all(), "a NaN does not vanish in the integers"

@@ -11,6 +11,7 @@ import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PerBlock, QuantSpec
 from qtorch.kernels import FallbackError, deregister, lookup, record_kernels, register
 from qtorch.kernels.registry import Problem, candidates, choose
+from tests.refusals import refuses
 
 
 @pytest.fixture
@@ -95,10 +96,8 @@ def test_candidates_are_asked_once(weight, kernel):
 
 def test_what_is_refused(weight, kernel):
     kernel("mine", priority=50)
-    with pytest.raises(ValueError, match="linear has a kernel named mine already"):
-        kernel("mine")
-    with pytest.raises(ValueError, match="linear has no kernel named nobody"):
-        deregister("linear", "nobody")
+    refuses("linear has a kernel named mine already", lambda: kernel("mine"))
+    refuses("linear has no kernel named nobody", lambda: deregister("linear", "nobody"))
     with pytest.raises(NotImplementedError, match="no kernel registered for the operation 'fft'"):
         lookup("fft", weight.scheme, torch.float32, "cpu")
     with pytest.raises(ValueError, match="no setting strickt; it has strict"), qtorch.config.patch(strickt=True):

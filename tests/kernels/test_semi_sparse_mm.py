@@ -4,33 +4,19 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PlainLayout,
-    QuantSpec,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, PerBlock, PerGroup, PerRow, PerTensor, PlainLayout
 from qtorch import SemiSparseLayout as SemiSparse
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
+from qtorch.primitives import QuantSpec, ZeroPointDomain, compute_error, prune_2_4
+from tests.kernels.quantized_weights import ASYMMETRIC_TOKEN, TOKEN
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
 
-ASYMMETRIC = MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", quant_min=-127)
 FLOAT8 = QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE)
-INTEGER_ACTIVATIONS = [
-    QuantSpec("int8", PerRow(), quant_min=-127),
-    QuantSpec("int8", PerTensor()),
-    QuantSpec("int8", PerRow(), ASYMMETRIC),
-]
+INTEGER_ACTIVATIONS = [TOKEN, QuantSpec("int8", PerTensor()), ASYMMETRIC_TOKEN]
 
 
 def pair(spec: QuantSpec, activation: QuantSpec | None = None, dtype: torch.dtype = torch.float32, k: int = 90):
@@ -93,19 +79,16 @@ def cusparselt_in_plain_torch(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 17])
-@pytest.mark.parametrize(
-    "spec",
-    [INT8, FLOAT8, FLOAT8.with_granularity(PerBlock((4, -1))), QuantSpec("int8", PerGroup(30))],
-    ids=str,
-)
+@pytest.mark.parametrize("spec", [
+    INT8, FLOAT8, FLOAT8.with_granularity(PerBlock((4, -1))), QuantSpec("int8", PerGroup(30))
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("activation", [*INTEGER_ACTIVATIONS, FLOAT8, None], ids=str)
 def test_the_branches_for_cusparselt(spec, activation, rows, monkeypatch):
     if spec.dtype is FLOAT8.dtype and activation in INTEGER_ACTIVATIONS:
         pytest.skip("no such kernel on any device")
     cusparselt_in_plain_torch(monkeypatch)
     _, sparse, _ = pair(spec, activation)
-    assert sparse.qdata.shape == (64, 60)
-    assert sparse.qdata.dtype == spec.dtype.storage
+    assert (sparse.qdata.shape, sparse.qdata.dtype) == ((64, 60), spec.dtype.storage)
     x = torch.randn(rows, 90)
     with record_kernels() as ran:
         y = functional.linear(x, sparse)

@@ -37,15 +37,12 @@ def test_more_blocks_than_are_kept_are_refused() -> None:
         AffineQuantizedTensor.from_float(torch.randn(64, 160), spec)
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape", "message"),
-    [
-        (QuantSpec("uint4", PerGroup(16), MappingType.ASYMMETRIC), (64, 160), "without zero point"),
-        (QuantSpec("int8"), (60, 160), "do not divide"),
-        (QuantSpec("int8"), (2, 64, 160), "do not divide"),
-        (QuantSpec("int8", PerGroup(32)), (64, 160), "divisor of 16 columns"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "shape", "message"), [
+    (QuantSpec("uint4", PerGroup(16), MappingType.ASYMMETRIC), (64, 160), "without zero point"),
+    (QuantSpec("int8"), (60, 160), "do not divide"),
+    (QuantSpec("int8"), (2, 64, 160), "do not divide"),
+    (QuantSpec("int8", PerGroup(32)), (64, 160), "divisor of 16 columns"),
+])  # fmt: skip
 def test_what_is_refused(spec: QuantSpec, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AffineQuantizedTensor.from_float(torch.zeros(shape), LinearSpec(spec, layout=BlockSparseLayout(16, 0.5)))

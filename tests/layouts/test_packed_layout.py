@@ -8,7 +8,10 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PlainLayout, QuantSpec
 from qtorch.kernels import record_kernels
+from qtorch.primitives import qdtype
+from qtorch.primitives.layouts.packed import RowsInSlices, pack_codes, unpack_codes
 from tests.dtypes.specs import ASYMMETRIC, PACKED, TOKEN, quantized
+from tests.refusals import refuses
 
 DTYPES = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
 
@@ -77,12 +80,10 @@ def test_only_the_rows_asked_for_are_unpacked(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_it_cannot_hold() -> None:
-    with pytest.raises(ValueError, match=r"packs codes of 1 to 7 bits, the weight has int8"):
-        quantized("int8 row").to_layout(PackedLayout())
+    refuses(r"packs codes of 1 to 7 bits, the weight has int8", lambda: quantized("int8 row").to_layout(PackedLayout()))
     with pytest.raises(ValueError, match=r"of shape \(4,\) has no axis -2"):
         AffineQuantizedTensor.from_float(torch.randn(4), LinearSpec(QuantSpec("int4"), layout=PackedLayout(-2)))
-    with pytest.raises(ValueError, match="counted from the end and must be negative, got 0"):
-        PackedLayout(0)
+    refuses("counted from the end and must be negative, got 0", lambda: PackedLayout(0))
     assert (repr(PackedLayout()), repr(PackedLayout(-2))) == ("PackedLayout()", "PackedLayout(axis=-2)")
 
 
@@ -101,3 +102,28 @@ def test_transposed_with_activations_runs_the_reference() -> None:
     with pytest.warns(UserWarning, match="runs the reference implementation"):
         y = x @ w
     assert torch.equal(y, x @ w.to_layout(PlainLayout()))
+
+
+@pytest.mark.usefixtures("torch_kernels")
+@pytest.mark.parametrize("activation", [None, TOKEN])
+def test_no_more_than_a_slice_is_unpacked(activation: QuantSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several slices, the last one shorter."""
+    rows, read = [], RowsInSlices.__call__
+    spy = lambda self, start, stop: rows.append(len(self.packed[start:stop])) or read(self, start, stop)  # noqa: E731
+    monkeypatch.setattr(RowsInSlices, "__call__", spy)
+    spec = LinearSpec(QuantSpec("int4", PerGroup(32)), activation, layout=PackedLayout())
+    packed, x = AffineQuantizedTensor.from_float(torch.randn(1100, 2048), spec), torch.randn(3, 2048)
+    assert torch.equal(functional.linear(x, packed), functional.linear(x, packed.to_layout(PlainLayout())))
+    assert rows == [512, 512, 76]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_rows_in_slices(name: str) -> None:
+    """The codes of `unpack_codes`, also of rows that are not whole groups, and of shorter and longer slices."""
+    kind = qdtype(name)
+    for length in (8, 19, 96):
+        codes = torch.randint(int(kind.quant_min), int(kind.quant_max) + 1, (11, length), dtype=kind.storage)
+        read = RowsInSlices(pack_codes(codes, kind), kind, length)
+        for start, stop in ((0, 4), (4, 8), (8, 12), (11, 15), (1, 11)):
+            assert torch.equal(read(start, stop), codes[start:stop])
+            assert torch.equal(read(start, stop), unpack_codes(read.packed[start:stop], kind, length))

@@ -8,16 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    PerGroup,
-    PlainLayout,
-    QuantSpec,
-    TensorCoreTiledLayout,
-    ZeroPointDomain,
-    compute_error,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PlainLayout, QuantSpec, TensorCoreTiledLayout
+from qtorch.primitives import ZeroPointDomain
 from qtorch.primitives.layouts import tensor_core_tiled
 from tests.dtypes.specs import ASYMMETRIC
 
@@ -58,12 +50,6 @@ def test_bytes() -> None:
     assert w.nbytes == 64 * 256 // 2 + 64 * 4 * 2 * 2
 
 
-def test_size_and_numbers() -> None:
-    weight = torch.randn(48, 96)
-    w = AffineQuantizedTensor.from_float(weight, LinearSpec(spec(), layout=TILED))
-    assert 18 < compute_error(weight, w.dequantize()) < 26
-
-
 def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second device here: pretend that fp16 tensors are on one whose packing is CUDA's."""
     w = tiled()
@@ -97,13 +83,6 @@ def test_views() -> None:
         assert torch.equal(view(w).dequantize(), view(float_weight))
     meta = w.to("meta")
     assert functional.linear(torch.empty(3, 128, device="meta"), meta).shape == (3, 128)
-
-
-def test_gradient_to_the_input() -> None:
-    w = tiled()
-    x = torch.randn(4, 96, requires_grad=True)
-    functional.linear(x, w).sum().backward()
-    torch.testing.assert_close(x.grad, w.dequantize().sum(0).expand(4, 96), rtol=1e-5, atol=1e-4)
 
 
 def test_what_it_asks_for() -> None:

@@ -6,6 +6,7 @@ import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed
 from torch import Tensor
 
 from qtorch.primitives import MappingType, choose_qparams_affine, dequantize_affine, quantize_affine
+from tests.rounding import same_bits
 
 OPS = torch.ops.quantized_decomposed
 
@@ -33,10 +34,6 @@ INPUTS = {
 
 def data(name: str = "normal") -> Tensor:
     return INPUTS[name](torch.Generator().manual_seed(0))
-
-
-def same_bits(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and torch.equal(x.view(torch.int32), y.view(torch.int32))
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), RANGES)

@@ -9,23 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from qtorch.primitives import (
-    AbsMaxRule,
-    MappingType,
-    Noise,
-    PerAxis,
-    PerRow,
-    PowerMeanRule,
-    QuantSpec,
-    Rounding,
-    ScaleRule,
-    ZeroPointDomain,
-    choose_qparams_affine_with_min_max,
-    from_json,
-    qdtype,
-    to_json,
-)
+from qtorch import MappingType, PerAxis, PerRow, QuantSpec, ZeroPointDomain, primitives
+from qtorch.primitives import AbsMaxRule, Noise, PowerMeanRule, Rounding, ScaleRule, from_json, qdtype, to_json
 from qtorch.training import integer
+from tests.refusals import refuses
 
 NUMBERS: Any = json.loads((Path(__file__).parent / "aqt_numbers.json").read_text())
 X = torch.tensor([NUMBERS["input"]])
@@ -141,24 +128,18 @@ def test_noise_in_blocks_is_that_of_the_tensor() -> None:
 
 
 def test_errors() -> None:
-    with pytest.raises(ValueError, match="noise is that of stochastic rounding"):
-        QuantSpec("int8", noise=Noise())
-    with pytest.raises(ValueError, match="bits is 1 to 23"):
-        Noise(bits=24)
-    with pytest.raises(ValueError, match="names an axis twice"):
-        Noise((0, 0))
-    with pytest.raises(ValueError, match="does not have"):
-        Noise((2,)).draw((3, 4), torch.device("cpu"))
+    refuses("noise is that of stochastic rounding", lambda: QuantSpec("int8", noise=Noise()))
+    refuses("bits is 1 to 23", lambda: Noise(bits=24))
+    refuses("names an axis twice", lambda: Noise((0, 0)))
+    refuses("does not have", lambda: Noise((2,)).draw((3, 4), torch.device("cpu")))
     with pytest.raises(ValueError, match="preserve_max_val=False is for symmetric"):
         QuantSpec("uint4", mapping=MappingType.ASYMMETRIC, preserve_max_val=False)
     with pytest.raises(ValueError, match="preserve_max_val=False is for symmetric"):
-        choose_qparams_affine_with_min_max(
+        primitives.choose_qparams_affine_with_min_max(
             torch.zeros(1), torch.ones(1), MappingType.ASYMMETRIC, (), torch.int8, preserve_max_val=False
         )
     for rule, name in ((AbsMaxRule, "clipping_scale"), (PowerMeanRule, "p")):
         with pytest.raises(ValueError, match=f"{rule.__name__}: {name} is positive"):
             rule(0.0)
-    with pytest.raises(ValueError, match="1 to 22 bits"):
-        integer(23)
-    with pytest.raises(ValueError, match="one bit has no zero"):
-        integer(1)
+    refuses("1 to 22 bits", lambda: integer(23))
+    refuses("one bit has no zero", lambda: integer(1))

@@ -24,30 +24,27 @@ def shapes_and_blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(b * n for b, n in zip(blocks, counts)), tuple(blocks)
 
 
-@pytest.mark.parametrize(
-    ("granularity", "shape", "block", "scale"),
-    [
-        (PerTensor(), (), (), ()),
-        (PerTensor(), (7,), (7,), (1,)),
-        (PerTensor(), (3, 5), (3, 5), (1, 1)),
-        (PerTensor(), (2, 0), (2, 0), (1, 1)),
-        (PerRow(), (7,), (7,), (1,)),
-        (PerRow(), (3, 5), (1, 5), (3, 1)),
-        (PerRow(), (2, 3, 5), (1, 1, 5), (2, 3, 1)),
-        (PerRow(), (0, 5), (1, 5), (0, 1)),
-        (PerToken(), (2, 3, 5), (1, 1, 5), (2, 3, 1)),
-        (PerAxis(0), (4, 3, 2, 2), (1, 3, 2, 2), (4, 1, 1, 1)),
-        (PerAxis(-1), (4, 3), (4, 1), (1, 3)),
-        (PerGroup(3), (9,), (3,), (3,)),
-        (PerGroup(3), (2, 9), (1, 3), (2, 3)),
-        (PerGroup(-1), (2, 9), (1, 9), (2, 1)),
-        (PerGroup(4), (3, 0), (1, 4), (3, 0)),
-        (PerBlock((2, 3)), (4, 9), (2, 3), (2, 3)),
-        (PerBlock((2, 3)), (5, 4, 9), (1, 2, 3), (5, 2, 3)),
-        (PerBlock((-1, 3)), (4, 9), (4, 3), (1, 3)),
-        (PerBlock(()), (2, 3), (1, 1), (2, 3)),
-    ],
-)
+@pytest.mark.parametrize(("granularity", "shape", "block", "scale"), [
+    (PerTensor(), (), (), ()),
+    (PerTensor(), (7,), (7,), (1,)),
+    (PerTensor(), (3, 5), (3, 5), (1, 1)),
+    (PerTensor(), (2, 0), (2, 0), (1, 1)),
+    (PerRow(), (7,), (7,), (1,)),
+    (PerRow(), (3, 5), (1, 5), (3, 1)),
+    (PerRow(), (2, 3, 5), (1, 1, 5), (2, 3, 1)),
+    (PerRow(), (0, 5), (1, 5), (0, 1)),
+    (PerToken(), (2, 3, 5), (1, 1, 5), (2, 3, 1)),
+    (PerAxis(0), (4, 3, 2, 2), (1, 3, 2, 2), (4, 1, 1, 1)),
+    (PerAxis(-1), (4, 3), (4, 1), (1, 3)),
+    (PerGroup(3), (9,), (3,), (3,)),
+    (PerGroup(3), (2, 9), (1, 3), (2, 3)),
+    (PerGroup(-1), (2, 9), (1, 9), (2, 1)),
+    (PerGroup(4), (3, 0), (1, 4), (3, 0)),
+    (PerBlock((2, 3)), (4, 9), (2, 3), (2, 3)),
+    (PerBlock((2, 3)), (5, 4, 9), (1, 2, 3), (5, 2, 3)),
+    (PerBlock((-1, 3)), (4, 9), (4, 3), (1, 3)),
+    (PerBlock(()), (2, 3), (1, 1), (2, 3)),
+])  # fmt: skip
 def test_block_and_scale_shape(
     granularity: Granularity,
     shape: tuple[int, ...],
@@ -58,10 +55,9 @@ def test_block_and_scale_shape(
     assert scale_shape(shape, block) == BlockView(shape, block).scale_shape == scale
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    [PerTensor(), PerRow(), PerGroup(8), PerBlock((1, 4, 4)), PerBlock((-1, 2, -1))],
-)
+@pytest.mark.parametrize("granularity", [
+    PerTensor(), PerRow(), PerGroup(8), PerBlock((1, 4, 4)), PerBlock((-1, 2, -1))
+])  # fmt: skip
 def test_the_word_is_found_again_from_its_pattern(granularity: Granularity) -> None:
     assert granularity_of(granularity.pattern(3)) == granularity
 

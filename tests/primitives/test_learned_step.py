@@ -8,19 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qtorch.primitives import (
-    MappingType,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    learned_step_fake_quantize,
-    lsq_grad_scale,
-    lsq_scale,
-    qdtype,
-)
+from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
+from qtorch.primitives import MappingType, PerAxis, learned_step_fake_quantize, lsq_grad_scale, lsq_scale, qdtype
 
 RANGES = [
     ("int8", -128, 127),
@@ -36,12 +25,6 @@ GRANULARITIES = [PerTensor(), PerRow(), PerAxis(0), PerGroup(4), PerBlock((2, 4)
 
 def data(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def of_torch_qparams(shape: tuple[int, ...], low: int, high: int, seed: int) -> tuple[Tensor, Tensor]:
-    """None below zero, where torch's backward takes another zero point than its forward: trunc(z + 1/2), not round."""
-    scale, zero = qparams(shape, low, high, seed)
-    return scale, zero.clamp(min=0)
 
 
 def qparams(shape: tuple[int, ...], low: int, high: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -92,7 +75,9 @@ def test_numbers_and_gradients_are_those_of_torch(
     """Per tensor, where there is no axis, and per channel."""
     shape, axis = shape_and_axis
     x, block = data(*shape, seed=seed), shape if axis is None else PerAxis(axis).block(shape)
-    scale, zero = of_torch_qparams((1 if axis is None else shape[axis],), low, high, seed)
+    scale, zero = qparams((1 if axis is None else shape[axis],), low, high, seed)
+    # None below zero, where torch's backward takes another zero point than its forward: trunc(z + 1/2), not round.
+    zero = zero.clamp(min=0)
 
     def of_torch(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
         if axis is None:

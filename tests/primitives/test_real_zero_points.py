@@ -97,17 +97,6 @@ def test_error_and_hqq(domain: ZeroPointDomain) -> None:
 
 
 @pytest.mark.parametrize("domain", DOMAINS, ids=str)
-def test_fake_quantize_has_the_numbers_and_the_gradient(domain: ZeroPointDomain) -> None:
-    x = torch.randn(8, 64, requires_grad=True)
-    spec = spec_of(domain)
-    y = spec.fake_quantize(x)
-    assert torch.equal(y, AffineQuantizedTensor.from_float(x.detach(), spec).dequantize())
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    # Min-max ranges clip nothing.
-    assert torch.equal(gradient, torch.ones_like(x))
-
-
-@pytest.mark.parametrize("domain", DOMAINS, ids=str)
 def test_recipe_json_and_file(domain: ZeroPointDomain, tmp_path) -> None:
     spec = spec_of(domain)
     assert from_json(to_json(spec)) == spec

@@ -73,11 +73,9 @@ def test_packing(bits: int, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(unpack_from_int32(pack_to_int32(codes, kind), kind, 24), codes)
 
 
-@pytest.mark.parametrize(
-    "granularity",
-    [qtorch.PerTensor(), qtorch.PerRow(), qtorch.PerBlock((8, 16)), qtorch.PerGroup(8), qtorch.PerAxis(1)],
-    ids=str,
-)
+@pytest.mark.parametrize("granularity", [
+    qtorch.PerTensor(), qtorch.PerRow(), qtorch.PerBlock((8, 16)), qtorch.PerGroup(8), qtorch.PerAxis(1)
+], ids=str)  # fmt: skip
 def test_granularities(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, weight = qtorch.QuantSpec(torch.int4, granularity), torch.randn(32, 64)
     whole(monkeypatch)

@@ -1,18 +1,10 @@
-"""The compressed-tensors package as the judge: what it makes of a folder, and folders that it makes.
-
-Also a program, so that another version of the package, on PYTHONPATH, can be asked:
-
-    python judge.py decompress FOLDER OUT      the weights of the folder, decompressed, to the file OUT
-    python judge.py compress FLOATS FOLDER     the weights of the file FLOATS, compressed as its metadata say
-"""
+"""The compressed-tensors package as the judge: what it makes of a folder, and folders that it makes."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -100,19 +92,3 @@ def qparams(weight: Tensor, args: Any) -> dict[str, Tensor]:
     if args.strategy == "channel":
         scale, zero_point = scale.reshape(rows, 1), zero_point.reshape(rows, 1)
     return {"weight_scale": scale} if args.symmetric else {"weight_scale": scale, "weight_zero_point": zero_point}
-
-
-if __name__ == "__main__":
-    task, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    if task == "decompress":
-        for case in sorted(source.iterdir()):
-            save_file(decompress(case), target / f"{case.name}.safetensors")
-    else:
-        for case in sorted(source.glob("*.safetensors")):
-            with safe_open(case, "pt") as file:
-                given = json.loads(file.metadata()["config"])
-            compress(load_file(case), given, target / case.stem)
-            save_file(decompress(target / case.stem), target / f"{case.stem}.safetensors")
-    import compressed_tensors
-
-    print(compressed_tensors.__version__)

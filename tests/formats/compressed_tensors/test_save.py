@@ -8,34 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import (
-    MappingType,
-    QuantSpec,
-    ZeroPointDomain,
-    float8_weight_only,
-    fpx_weight_only,
-    int4_weight_only,
-    int8_dynamic_activation_int8_semi_sparse_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_static_activation_int8_weight,
-    int8_weight_only,
-    intx_weight_only,
-    load_quantized,
-    lut_weight_only,
-    mxfp6_weight_only,
-    nf4_weight_only,
-    nvfp4_dynamic_activation_nvfp4_weight,
-    nvfp4_weight_only,
-    quantize_,
-    save_quantized,
-)
+import qtorch
+from qtorch import int8_weight_only, intx_weight_only, load_quantized, nvfp4_weight_only, quantize_, save_quantized
 from qtorch.checkpoint.save_folder import SAVE_FORMATS, save_format
 from qtorch.dtypes import AffineQuantizedTensor, QuantizedTensor
 from qtorch.recipes.base import Recipe
+from tests.refusals import refuses
 
 FORMAT = "compressed-tensors"
 INT4 = intx_weight_only("int4", group_size=32)
 INT8 = int8_weight_only(scale_dtype=torch.bfloat16)
+DYNAMIC = qtorch.int8_dynamic_activation_int8_weight()
 
 
 class Layer(nn.Module):
@@ -92,34 +75,27 @@ def floats(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
-def test_one_scheme_names_the_class_and_what_is_left_out(tmp_path: Path) -> None:
-    model = quantized()
+@pytest.mark.parametrize("recipe, targets, ignored", [
+    ({r"layers\..*": INT4}, ["Linear"], ["embed_tokens", "lm_head"]),
+    ({r"layers\..*": INT4, "lm_head": INT4}, ["Linear", "lm_head"], ["embed_tokens"]),  # not a Linear of vLLM
+    ({r"layers\..*": INT4, "embed_tokens": INT4}, ["Linear", "embed_tokens"], ["lm_head"]),
+])  # fmt: skip
+def test_one_scheme_names_the_class_and_what_is_left_out(
+    recipe: Any, targets: list[str], ignored: list[str], tmp_path: Path
+) -> None:
+    model = quantized(recipe)
     config = saved(model, tmp_path / "model")
-    assert weights(config) == [(["Linear"], 4)]
-    assert config["ignore"] == ["embed_tokens", "lm_head"]
+    assert (weights(config), config["ignore"]) == ([(targets, 4)], ignored)
     assert (config["format"], config["quantization_status"]) == ("pack-quantized", "compressed")
-    check_loads(model, tmp_path / "model")
-
-
-def test_a_quantized_head_is_named(tmp_path: Path) -> None:
-    """vLLM's class for it is not called Linear."""
-    model = Model()
-    quantize_(model, INT4)
-    config = saved(model, tmp_path / "model")
-    assert weights(config) == [(["Linear", "lm_head"], 4)]
-    assert config["ignore"] == ["embed_tokens"]
-
-
-def test_an_embedding_is_named(tmp_path: Path) -> None:
-    model = quantized({r"layers\..*": INT4, "embed_tokens": INT4})
-    assert weights(saved(model, tmp_path / "model")) == [(["Linear", "embed_tokens"], 4)]
     again = check_loads(model, tmp_path / "model")
-    assert isinstance(again.embed_tokens.weight, QuantizedTensor)
+    assert isinstance(again.embed_tokens.weight, QuantizedTensor) == ("embed_tokens" in recipe)
 
 
 def test_several_schemes_name_every_module(tmp_path: Path) -> None:
     """A class among the targets would take the modules that vLLM joins, whichever group names their parts."""
-    model = quantized({r"layers\..*mlp.*": INT4, r"layers\..*attn.*": int8_dynamic_activation_int8_weight()}, layers=2)
+    model = quantized(
+        {r"layers\..*mlp.*": INT4, r"layers\..*attn.*": qtorch.int8_dynamic_activation_int8_weight()}, layers=2
+    )
     config = saved(model, tmp_path / "model")
     assert config["format"] == "mixed-precision"
     assert sorted(group["format"] for group in config["config_groups"].values()) == ["int-quantized", "pack-quantized"]
@@ -135,39 +111,37 @@ def test_several_schemes_name_every_module(tmp_path: Path) -> None:
 def test_modules_that_vllm_joins_must_agree(joined: tuple[str, str], tmp_path: Path) -> None:
     first, second = (f"layers.0.{name}" for name in joined)
     model = quantized({second: INT8, r"layers\..*": INT4})
-    with pytest.raises(ValueError, match=f"{first} and {second} differ in their quantization"):
-        saved(model, tmp_path / "model")
+    refuses(f"{first} and {second} differ in their quantization", lambda: saved(model, tmp_path / "model"))
     model = quantized({second: None, r"layers\..*": INT4})
-    with pytest.raises(ValueError, match=f"{first} and {second}: one of them is not quantized"):
-        saved(model, tmp_path / "model")
+    refuses(f"{first} and {second}: one of them is not quantized", lambda: saved(model, tmp_path / "model"))
     assert not list(tmp_path.iterdir())
 
 
-def test_joined_modules_share_static_scales(tmp_path: Path) -> None:
-    """vLLM takes the largest of the scales of an input; the others would change."""
-    model = Model()
-    second = int8_static_activation_int8_weight(0.02)
-    quantize_(model, {r".*v_proj": second, r"layers\..*": int8_static_activation_int8_weight(0.01)})
-    with pytest.raises(ValueError, match=r"q_proj and .*v_proj differ in their scale of the input"):
-        saved(model, tmp_path / "model")
+STATIC = qtorch.int8_static_activation_int8_weight
 
 
-def test_joined_modules_share_the_scale_of_nvfp4(tmp_path: Path) -> None:
-    model = quantized({r".*up_proj": nvfp4_weight_only(2.0**-9), r"layers\..*": nvfp4_weight_only(2.0**-10)})
-    with pytest.raises(ValueError, match=r"gate_proj and .*up_proj differ in their scale of the tensor"):
-        saved(model, tmp_path / "model")
+@pytest.mark.parametrize("name, one, other, what", [
+    ("v_proj", STATIC(0.02), STATIC(0.01), "input"),  # vLLM takes the largest scale; the others would change
+    ("up_proj", nvfp4_weight_only(2.0**-9), nvfp4_weight_only(2.0**-10), "tensor"),
+])  # fmt: skip
+def test_joined_modules_share_their_scales(name: str, one: Recipe, other: Recipe, what: str, tmp_path: Path) -> None:
+    model = quantized({rf".*{name}": one, r"layers\..*": other})
+    refuses(rf"_proj and .*{name} differ in their scale of the {what}", lambda: saved(model, tmp_path / "model"))
 
 
 REFUSED: list[tuple[Recipe, str]] = [
-    (nf4_weight_only(), "look-up tables"),
-    (lut_weight_only(), "look-up tables"),
-    (int4_weight_only(group_size=32, zero_point_domain=ZeroPointDomain.FLOAT), "zero points of the domain FLOAT"),
+    (qtorch.nf4_weight_only(), "look-up tables"),
+    (qtorch.lut_weight_only(), "look-up tables"),
+    (
+        qtorch.int4_weight_only(32, qtorch.ZeroPointDomain.FLOAT),
+        "zero points of the domain FLOAT",
+    ),
     (intx_weight_only("int1", group_size=32), "integers of 2 to 8 bits, these have 1"),
-    (int8_dynamic_activation_int8_semi_sparse_weight(), "is sparse"),
-    (fpx_weight_only(3, 2), "codes of float6_e3m2"),
-    (mxfp6_weight_only(), "codes of float6_e2m3"),
-    (float8_weight_only(torch.float8_e5m2), "codes of float8_e5m2"),
-    (nvfp4_dynamic_activation_nvfp4_weight(), "computed from the whole batch; vLLM wants one that was measured"),
+    (qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), "is sparse"),
+    (qtorch.fpx_weight_only(3, 2), "codes of float6_e3m2"),
+    (qtorch.mxfp6_weight_only(), "codes of float6_e2m3"),
+    (qtorch.float8_weight_only(torch.float8_e5m2), "codes of float8_e5m2"),
+    (qtorch.nvfp4_dynamic_activation_nvfp4_weight(), "computed from the whole batch; vLLM wants one that was measured"),
     (int8_weight_only(), r"quantize with scale_dtype=torch.bfloat16, or quantize_\(model, recipes_for_vllm"),
 ]
 
@@ -176,25 +150,22 @@ REFUSED: list[tuple[Recipe, str]] = [
 def test_what_no_scheme_serves_is_refused_by_name(recipe: Recipe, why: str, tmp_path: Path) -> None:
     model = nn.ModuleDict({"block": nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})}).to(torch.bfloat16)
     quantize_(model, recipe)
-    with pytest.raises(ValueError, match=rf"block\.proj\.weight: .*{why}"):
-        saved(model, tmp_path / "model")
+    refuses(rf"block\.proj\.weight: .*{why}", lambda: saved(model, tmp_path / "model"))
     assert not list(tmp_path.iterdir())
 
 
 def test_convolutions_and_bare_parameters_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv1d(16, 16, 2))
     quantize_(model, {"0": int8_weight_only()})
-    with pytest.raises(ValueError, match=r"0\.weight: is the weight of a convolution"):
-        saved(model, tmp_path / "model")
+    refuses(r"0\.weight: is the weight of a convolution", lambda: saved(model, tmp_path / "model"))
     bare = nn.Module()
     bare.table = nn.Parameter(torch.randn(4, 16, 16))
     quantize_(bare, {"table": int8_weight_only()})
-    with pytest.raises(ValueError, match="table is quantized, but not the weight of a module"):
-        saved(bare, tmp_path / "model")
+    refuses("table is quantized, but not the weight of a module", lambda: saved(bare, tmp_path / "model"))
 
 
 def test_zero_points_that_are_not_codes_are_refused() -> None:
-    spec = QuantSpec(torch.int4, mapping=MappingType.ASYMMETRIC)  # type: ignore[arg-type]
+    spec = qtorch.QuantSpec(torch.int4, mapping=qtorch.MappingType.ASYMMETRIC)  # type: ignore[arg-type]
     weight = AffineQuantizedTensor.from_float(torch.randn(16, 32), spec)
     codes, scale, zero_point = weight.plain()
     assert zero_point is not None
@@ -233,8 +204,7 @@ def test_a_failed_save_leaves_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     saved(model, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ValueError, match="look-up tables"):
-        saved(quantized(nf4_weight_only()), folder)
+    refuses("look-up tables", lambda: saved(quantized(qtorch.nf4_weight_only()), folder))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -243,8 +213,7 @@ def test_paths(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="file is a file; format 'compressed-tensors' is written to a folder"):
         saved(Model(), tmp_path / "file")
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        saved(Model(), tmp_path / "none" / "model")
+    refuses("there is no folder", lambda: saved(Model(), tmp_path / "none" / "model"), FileNotFoundError)
     with pytest.raises(ValueError, match="format 'gguf-ish' is not known; known are 'qtorch', 'compressed-tensors'"):
         save_quantized(Model(), tmp_path / "model", format="gguf-ish")
     assert FORMAT in SAVE_FORMATS
@@ -274,8 +243,7 @@ def test_a_checkpoint_is_continued() -> None:
     for name, tensor in tensors[7:]:
         continued.store(name, tensor)
     assert continued.config() == whole.config()
-    with pytest.raises(ValueError, match="not the progress of a compressed-tensors checkpoint"):
-        continued.resume({"quantized": 3})
+    refuses("not the progress of a compressed-tensors checkpoint", lambda: continued.resume({"quantized": 3}))
 
 
 def test_tied_weights(tmp_path: Path) -> None:

@@ -6,23 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from qtorch import (
-    float8_weight_only,
-    int4_weight_only,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    load_quantized,
-    nvfp4_weight_only,
-    quantize_,
-    recipes_for_vllm,
-    save_quantized,
-)
+import qtorch
+from qtorch import int8_weight_only, load_quantized, nvfp4_weight_only, quantize_, recipes_for_vllm, save_quantized
 from qtorch.checkpoint.formats.compressed_tensors.packing import divisor_of, multiplier_of
 from qtorch.dtypes import QuantizedTensor
 from qtorch.recipes.base import WeightRecipe
 from qtorch.recipes.mx import shared_tensor_scale
 from qtorch.training import qat
 from tests.formats.compressed_tensors.test_save import Model, floats, same
+
+DYNAMIC = qtorch.int8_dynamic_activation_int8_weight()
+RECIPES = [int8_weight_only(), DYNAMIC, qtorch.float8_weight_only(), nvfp4_weight_only()]
 
 
 def test_scales_get_the_dtype_of_the_model() -> None:
@@ -31,12 +25,14 @@ def test_scales_get_the_dtype_of_the_model() -> None:
     assert set(recipes_for_vllm(Model().float(), int8_weight_only()).values()) == {int8_weight_only()}
     kept = int8_weight_only(scale_dtype=torch.float32)
     assert set(recipes_for_vllm(Model(), kept).values()) == {kept}
-    assert set(recipes_for_vllm(Model(), int4_weight_only(group_size=32)).values()) == {int4_weight_only(group_size=32)}
+    assert set(recipes_for_vllm(Model(), qtorch.int4_weight_only(group_size=32)).values()) == {
+        qtorch.int4_weight_only(group_size=32)
+    }
 
 
 def test_a_recipe_inside_another_is_adapted() -> None:
-    adapted = recipes_for_vllm(Model(), qat(int8_dynamic_activation_int8_weight()))
-    assert set(adapted.values()) == {qat(int8_dynamic_activation_int8_weight(scale_dtype=torch.bfloat16))}
+    adapted = recipes_for_vllm(Model(), qat(DYNAMIC))
+    assert set(adapted.values()) == {qat(qtorch.int8_dynamic_activation_int8_weight(scale_dtype=torch.bfloat16))}
 
 
 def test_the_head_is_left_alone_unless_it_is_asked_for() -> None:
@@ -57,11 +53,9 @@ def test_joined_layers_share_the_scale_of_nvfp4() -> None:
     assert all(torch.frexp(torch.tensor(scale))[0] == 0.5 for scale in scales.values())
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [int8_weight_only(), int8_dynamic_activation_int8_weight(), float8_weight_only(), nvfp4_weight_only()],
-    ids=str,
-)
+@pytest.mark.parametrize("recipe", [
+    int8_weight_only(), qtorch.int8_dynamic_activation_int8_weight(), qtorch.float8_weight_only(), nvfp4_weight_only()
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_result_can_be_saved_and_is_near(recipe: WeightRecipe, dtype: torch.dtype, tmp_path: Path) -> None:
     model, original = Model().to(dtype), Model().to(dtype)

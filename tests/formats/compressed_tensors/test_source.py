@@ -22,11 +22,12 @@ pytest.importorskip("compressed_tensors")
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
+Change = Callable[[Tensors, Config], object]
 
 INT4 = "asymmetric int4 in groups"
 
 
-def write(folder: Path, word: str, change: Callable[[Tensors, Config], None] = lambda tensors, config: None) -> Path:
+def write(folder: Path, word: str, change: Change = lambda tensors, config: None) -> Path:
     """A folder that the package has written, after a change; two modules, a and b."""
     torch.manual_seed(0)
     judge.compress({"a.weight": torch.randn(32, 64), "b.weight": torch.randn(64, 32)}, config_of(word), folder)
@@ -139,44 +140,27 @@ def test_groups_in_the_order_of_columns_may_be_written_out(tmp_path: Path) -> No
         load_quantized(model(), write(tmp_path, "int4 in groups", unsorted))
 
 
-def set_tensor(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Tensors, Config], None]:
-    def change(tensors: Tensors, config: Config) -> None:
-        tensors[name] = make(tensors[name]).contiguous()
-
-    return change
+def set_tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
+    return lambda tensors, config: tensors.update({name: make(tensors[name]).contiguous()})
 
 
-def drop(name: str) -> Callable[[Tensors, Config], None]:
-    def change(tensors: Tensors, config: Config) -> None:
-        del tensors[name]
-
-    return change
+def drop(name: str) -> Change:
+    return lambda tensors, config: tensors.pop(name)
 
 
-def set_args(**values: Any) -> Callable[[Tensors, Config], None]:
-    def change(tensors: Tensors, config: Config) -> None:
-        for group in config["config_groups"].values():
-            group["weights"] |= values
-
-    return change
+def set_config(**values: Any) -> Change:
+    return lambda tensors, config: config.update(values)
 
 
-def set_config(**values: Any) -> Callable[[Tensors, Config], None]:
-    def change(tensors: Tensors, config: Config) -> None:
-        config |= values
-
-    return change
+def set_group(**values: Any) -> Change:
+    return lambda tensors, config: [group.update(values) for group in config["config_groups"].values()]
 
 
-def set_group(**values: Any) -> Callable[[Tensors, Config], None]:
-    def change(tensors: Tensors, config: Config) -> None:
-        for group in config["config_groups"].values():
-            group |= values
-
-    return change
+def set_args(**values: Any) -> Change:
+    return lambda tensors, config: [group["weights"].update(values) for group in config["config_groups"].values()]
 
 
-DAMAGED: list[tuple[str, Callable[[Tensors, Config], None], str]] = [
+DAMAGED: list[tuple[str, Change, str]] = [
     (INT4, set_tensor("a.weight_shape", lambda t: t.flip(0)), "its weight_shape is (64, 32)"),
     (INT4, set_tensor("a.weight_shape", lambda t: t * 0 - 5), "its weight_shape is (-5, -5)"),
     (INT4, set_tensor("a.weight_shape", lambda t: t.float()), "its weight_shape is torch.float32"),
@@ -223,9 +207,7 @@ DAMAGED: list[tuple[str, Callable[[Tensors, Config], None], str]] = [
 
 
 @pytest.mark.parametrize(("word", "change", "why"), DAMAGED, ids=[f"{word}, {why}" for word, _, why in DAMAGED])
-def test_damage_is_an_error_that_names_file_and_module(
-    word: str, change: Callable[[Tensors, Config], None], why: str, tmp_path: Path
-) -> None:
+def test_damage_is_an_error_that_names_file_and_module(word: str, change: Change, why: str, tmp_path: Path) -> None:
     folder = write(tmp_path, word, change)
     loaded = model()
     before = [parameter.clone() for parameter in loaded.parameters()]

@@ -8,24 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import (
-    dequantize_,
-    explain,
-    float8_dynamic_activation_float8_weight,
-    float8_weight_only,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    intx_weight_only,
-    load_quantized,
-    mxfp4_weight_only,
-    mxfp8_weight_only,
-    nvfp4_weight_only,
-    quantize_,
-    recipes_for_vllm,
-    save_quantized,
-)
+import qtorch
+from qtorch import explain, int8_weight_only, load_quantized, quantize_, recipes_for_vllm, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.recipes.base import WeightRecipe
 from tests.formats.compressed_tensors import judge
@@ -38,28 +22,26 @@ IDS = torch.arange(1, 13).reshape(1, 12)
 pytestmark = pytest.mark.slow
 
 
-def llama(**options: Any) -> Any:
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def made(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, **heads, **options)
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **HEADS, **options})
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).eval()
+
+
+def llama(**options: Any) -> Any:
+    return made("Llama", intermediate_size=128, num_hidden_layers=2, **options)
 
 
 def qwen3_moe() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts)
-    return transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+    return made("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def mixtral() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).to(torch.bfloat16).eval()
+    return made("Mixtral", num_local_experts=4)
 
 
 def floats(model: nn.Module) -> dict[str, Tensor]:
@@ -67,10 +49,23 @@ def floats(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in named}
 
 
+def check_equal(loaded: nn.Module, model: nn.Module) -> None:
+    theirs = floats(loaded)
+    for name, value in floats(model).items():
+        assert torch.equal(theirs[name], value), name
+
+
 def quantized(model: Any, recipe: WeightRecipe, folder: Path) -> Any:
     quantize_(model, recipes_for_vllm(model, recipe))
     save_quantized(model, folder, format="compressed-tensors")
     return model
+
+
+def pretrained(folder: Path, **options: Any) -> Any:
+    """The model of transformers, which its first call has decompressed."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
+    loaded(IDS)
+    return loaded
 
 
 def generate(model: Any) -> Tensor:
@@ -80,17 +75,17 @@ def generate(model: Any) -> Tensor:
 
 WEIGHT_ONLY = [
     int8_weight_only(),
-    intx_weight_only("int4", group_size=32),
-    intx_weight_only("int3", group_size=32),
-    float8_weight_only(),
-    mxfp4_weight_only(),
-    mxfp8_weight_only(),
-    nvfp4_weight_only(),
+    qtorch.intx_weight_only("int4", group_size=32),
+    qtorch.intx_weight_only("int3", group_size=32),
+    qtorch.float8_weight_only(),
+    qtorch.mxfp4_weight_only(),
+    qtorch.mxfp8_weight_only(),
+    qtorch.nvfp4_weight_only(),
 ]
 DYNAMIC = [
-    int8_dynamic_activation_int8_weight(),
-    int8_dynamic_activation_int4_weight(),
-    float8_dynamic_activation_float8_weight(),
+    qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int4_weight(),
+    qtorch.float8_dynamic_activation_float8_weight(),
 ]
 
 
@@ -98,16 +93,13 @@ DYNAMIC = [
 def test_from_pretrained_has_the_same_numbers(recipe: WeightRecipe, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = quantized(llama(), recipe, folder)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    loaded(IDS)  # decompresses
-    theirs = floats(loaded)
-    for name, value in floats(model).items():
-        assert torch.equal(theirs[name], value), name
+    loaded = pretrained(folder)
+    check_equal(loaded, model)
     if recipe in WEIGHT_ONLY:
         # The same weights, and kernels of torch on both sides: the same numbers to the last bit.
         dequantized = llama()
         load_quantized(dequantized, folder)
-        dequantize_(dequantized)
+        qtorch.dequantize_(dequantized)
         with torch.no_grad():
             difference = (loaded(IDS).logits - dequantized(IDS).logits).abs().max()
             own = (loaded(IDS).logits - model(IDS).logits).abs().max()
@@ -119,42 +111,35 @@ def test_from_pretrained_has_the_same_numbers(recipe: WeightRecipe, tmp_path: Pa
 def test_asymmetric_weights_need_dequantize(tmp_path: Path) -> None:
     """compressed-tensors 0.20 makes parameters for unpacked zero points; its decompression is right."""
     folder = tmp_path / "model"
-    model = quantized(llama(), int4_weight_only(group_size=32), folder)
+    model = quantized(llama(), qtorch.int4_weight_only(group_size=32), folder)
     config = transformers.CompressedTensorsConfig(dequantize=True)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
-    theirs = floats(loaded)
-    for name, value in floats(model).items():
-        assert torch.equal(theirs[name], value), name
+    loaded = pretrained(folder, quantization_config=config)
+    check_equal(loaded, model)
 
 
 @pytest.mark.parametrize("make", [qwen3_moe, mixtral])
 @pytest.mark.parametrize(
-    "recipe", [int8_weight_only(), intx_weight_only("int4", group_size=32), mxfp4_weight_only()], ids=str
+    "recipe", [int8_weight_only(), qtorch.intx_weight_only("int4", group_size=32), qtorch.mxfp4_weight_only()], ids=str
 )
 def test_experts_are_written_one_by_one(make: Any, recipe: WeightRecipe, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = quantized(make(), recipe, folder)
     assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, QuantizedTensor)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    loaded(IDS)
-    theirs = floats(loaded)
-    for name, value in floats(model).items():
-        assert torch.equal(theirs[name], value), name
+    loaded = pretrained(folder)
+    check_equal(loaded, model)
 
 
-EXPERTS = [int8_weight_only(), float8_weight_only(), nvfp4_weight_only(), int4_weight_only(group_size=32), DYNAMIC[2]]
+INT4 = qtorch.int4_weight_only(group_size=32)
+EXPERTS = [int8_weight_only(), qtorch.float8_weight_only(), qtorch.nvfp4_weight_only(), INT4, DYNAMIC[2]]
 
 
-@pytest.mark.parametrize(
-    ("make", "recipe"),
-    [
-        *[pytest.param(llama, each, id=f"llama {each}") for each in (*WEIGHT_ONLY, *DYNAMIC, EXPERTS[3])],
-        *[pytest.param(make, each, id=f"{make.__name__} {each}") for make in (qwen3_moe, mixtral) for each in EXPERTS],
-    ],
-)
+@pytest.mark.parametrize(("make", "recipe"), [
+    *[pytest.param(llama, each, id=f"llama {each}") for each in (*WEIGHT_ONLY, *DYNAMIC, EXPERTS[3])],
+    *[pytest.param(make, each, id=f"{make.__name__} {each}") for make in (qwen3_moe, mixtral) for each in EXPERTS],
+])  # fmt: skip
 def test_load_quantized_is_the_model_that_was_saved(make: Any, recipe: WeightRecipe, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    if make is not llama and recipe == float8_weight_only():
+    if make is not llama and recipe == qtorch.float8_weight_only():
         with pytest.raises(ValueError, match=r"experts\.0\..*vLLM has no scheme for weights float8 per channel"):
             quantized(make(), recipe, folder)
         return
@@ -185,10 +170,10 @@ def test_names_of_mixtral_in_the_file(tmp_path: Path) -> None:
 
 def test_tied_weights(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    model = quantized(llama(tie_word_embeddings=True), intx_weight_only("int4", group_size=32), folder)
+    model = quantized(llama(tie_word_embeddings=True), qtorch.intx_weight_only("int4", group_size=32), folder)
     again = llama(tie_word_embeddings=True)
     load_quantized(again, folder)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(generate(again), generate(model))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    loaded = pretrained(folder)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

@@ -1,7 +1,5 @@
 """Models of transformers written as llama.cpp does: names by gguf's own map, rows of q and k permuted, and so on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,6 +103,3 @@ def save(model: nn.Module, path: Path, architecture: str, kinds: Mapping[str, st
 
 def numbers(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if hasattr(tensor, "scheme") else tensor.detach().float()
-
-
-__all__ = ["config_metadata", "numbers", "permuted", "save", "stored_tensors", "write"]

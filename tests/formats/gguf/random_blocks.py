@@ -1,7 +1,5 @@
 """Random bytes that are valid blocks of each type of GGUF, and a writer of files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

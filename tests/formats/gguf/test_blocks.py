@@ -1,7 +1,5 @@
 """Every type of GGUF: the numbers of `gguf.quants.dequantize`, bit for bit, kept packed, and multiplied by a kernel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -66,8 +64,7 @@ def test_the_numbers_of_gguf(name: str, shape: tuple[int, ...]) -> None:
         tensor = kind.tensor(torch.from_numpy(data.reshape(-1)), shape)
         assert isinstance(tensor, QuantizedTensor)
         assert torch.equal(tensor.dequantize(), wanted)
-        assert tensor.dtype == torch.float32
-        assert tensor.scheme == kind.scheme(shape)
+        assert (tensor.dtype, tensor.scheme) == (torch.float32, kind.scheme(shape))
         table = 0 if getattr(tensor, "table", None) is None else tensor.table.nbytes
         assert tensor.nbytes - table == BITS[name] * tensor.numel() / 8
 

@@ -8,6 +8,7 @@ from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 
 BF16 = torch.bfloat16
 DYNAMIC = [-127.0, 127.0, 0.0, 0.0, torch.finfo(torch.float32).tiny, 1e30]
+ASYMMETRIC = [-128.0, 127.0, 1.0, *DYNAMIC[3:]]
 GIVEN = [-128.0, 127.0, 0.0, 1.0, 0.0, 0.0]
 NUMBERS = torch.Generator().manual_seed(0)
 
@@ -58,9 +59,7 @@ CALLS = {
     **named(cpu_int8_mm, {
         "dynamic": int8(randn(3, 64), *weight()),
         "dynamic, bf16, bias": int8(randn(20, 64, dtype=BF16), *weight(), **HALF),
-        "dynamic, asymmetric": int8(
-            randn(3, 64), *weight(zero_point=True), quantizer=[-128.0, 127.0, 1.0, *DYNAMIC[3:]]
-        ),
+        "dynamic, asymmetric": int8(randn(3, 64), *weight(zero_point=True), quantizer=ASYMMETRIC),
         "static": int8(randn(3, 64), *weight(), xs=rows(1), quantizer=GIVEN),
         "static, zero point": int8(randn(3, 64), *weight(), xs=rows(1), xz=rows(1, 3).int(), quantizer=GIVEN),
         "codes": int8(weight(7)[0], *weight(groups=1), xs=rows(7), quantizer=[]),
@@ -68,9 +67,7 @@ CALLS = {
     }),
     **named(cpu_embedding, {
         "embedding": embedding(torch.tensor([0, 47, 5]), *weight()),
-        "embedding, int32, bf16": embedding(
-            torch.tensor([1, 1], dtype=torch.int32), *weight(zero_point=True), dtype=BF16
-        ),
+        "embedding, int32, bf16": embedding(torch.tensor([1, 1]).int(), *weight(zero_point=True), dtype=BF16),
     }),
 }  # fmt: skip
 

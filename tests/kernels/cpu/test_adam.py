@@ -1,7 +1,5 @@
 """The compiled step of Adam: the bits of the one in torch operators, for every form, shape and dtype."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.adam import Moment, adam_step
-from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, gradient, step, tensors, zeros
+from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, check_equals_the_reference, gradient, step, zeros
 
 from .builds import NEEDS_LIBRARY
 
@@ -18,19 +16,10 @@ from .builds import NEEDS_LIBRARY
 @pytest.mark.parametrize("form", ALL_FORMS)
 def test_equals_the_reference(build: str, form: str) -> None:
     cases = itertools.product(BLOCKS, (torch.float32, torch.bfloat16, torch.float16), (2, 3), (None, 7), (0.0, 0.01))
-    for blocks, dtype, count, key, l2 in cases:
-        ours, reference = zeros(form, blocks, count), zeros(form, blocks, count)
-        weight = torch.randn(blocks.rows * blocks.length).to(dtype)
-        other = weight.clone()
-        for number in (1, 2, 3):
-            grad = gradient(blocks, dtype, number)
-            with record_kernels() as ran:
-                adam_step(weight, grad, ours, blocks, step(form, number, key, l2))
-            assert ran == [f"adam_step.{build}"]
-            portable(adam_step)(other, grad, reference, blocks, step(form, number, key, l2))
-        case = (blocks, dtype, count, key, l2)
-        assert torch.equal(weight, other), case
-        assert all(map(torch.equal, tensors(ours), tensors(reference))), case
+    for case in cases:
+        with record_kernels() as ran:
+            check_equals_the_reference(adam_step, form, *case)
+        assert ran == [f"adam_step.{build}"] * 3
 
 
 @NEEDS_LIBRARY

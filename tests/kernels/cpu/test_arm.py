@@ -9,22 +9,13 @@ from torch import nn
 from torch.nn import functional
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PerToken,
-    PlainLayout,
-    QuantSpec,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import build, compiled_library, variants
 from qtorch.kernels.linear import reference
-from qtorch.primitives import compute_error
+from qtorch.primitives import QuantSpec, compute_error
 from tests.kernels.cpu.emulated import INSTRUCTION_SETS, MISSING, emulate
+from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, weight_of
 from tests.rounding import assert_same_product
 
 EMULATED = [
@@ -35,9 +26,6 @@ EMULATED = [
 ]
 SETS = [pytest.param(name, marks=EMULATED) for name in INSTRUCTION_SETS]
 
-ASYMMETRIC = MappingType.ASYMMETRIC
-SYMMETRIC_TOKENS = QuantSpec("int8", PerToken(), quant_min=-127)
-ASYMMETRIC_TOKENS = QuantSpec("int8", PerToken(), ASYMMETRIC)
 WEIGHTS = {
     "int8 row": (QuantSpec("int8", quant_min=-127), 77),
     "uint8 group": (QuantSpec("uint8", PerGroup(64), ASYMMETRIC), 192),
@@ -49,15 +37,14 @@ WEIGHTS = {
 
 def quantized(name: str, activation: QuantSpec | None = None) -> AffineQuantizedTensor:
     spec, k = WEIGHTS[name]
-    layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
-    return AffineQuantizedTensor.from_float(torch.randn(37, k), LinearSpec(spec, activation, layout=layout))
+    return weight_of(spec, (37, k), activation=activation)
 
 
 @pytest.mark.parametrize("variant", ["dot", "tile"])
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("instruction_set", SETS)
 def test_int8_activations_have_the_bits_of_the_reference(instruction_set, name, variant):
-    for activation in (SYMMETRIC_TOKENS, ASYMMETRIC_TOKENS):
+    for activation in (TOKEN, ASYMMETRIC_TOKEN):
         weight = quantized(name, activation)
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (19, torch.float16)):
             x = (torch.randn(rows, weight.shape[1]) + 0.3).to(dtype)
@@ -71,7 +58,7 @@ def test_int8_activations_have_the_bits_of_the_reference(instruction_set, name, 
 @pytest.mark.parametrize("instruction_set", SETS)
 def test_the_largest_codes(instruction_set):
     """What is added for signed products must not overflow, nor saturate."""
-    weight = AffineQuantizedTensor.from_float(torch.ones(8, 512), LinearSpec(QuantSpec("int8"), SYMMETRIC_TOKENS))
+    weight = AffineQuantizedTensor.from_float(torch.ones(8, 512), LinearSpec(QuantSpec("int8"), TOKEN))
     signs = torch.ones(4, 512)
     signs[1], signs[2, ::2] = -1, -1
     for variant in ("dot", "tile"):
@@ -104,7 +91,7 @@ def test_weight_only(instruction_set, name, variant):
 def test_not_a_number_stays_in_its_row(instruction_set):
     x = torch.randn(3, 256)
     x[1, 7] = torch.nan
-    for activation in (None, SYMMETRIC_TOKENS):
+    for activation in (None, TOKEN):
         with emulate(instruction_set):
             y = functional.linear(x, quantized("int4 group", activation))
         assert y[1].isnan().all()
@@ -137,7 +124,7 @@ def test_each_set_runs_instructions_of_its_own(instruction_set, processor):
     """Which a processor without them refuses."""
     refused = pytest.raises(RuntimeError, match="Illegal instruction")
     with emulate(instruction_set, processor), variants.force("dot"), refused:
-        functional.linear(torch.randn(1, 256), quantized("int4 group", SYMMETRIC_TOKENS))
+        functional.linear(torch.randn(1, 256), quantized("int4 group", TOKEN))
 
 
 def test_the_set_is_chosen_by_what_the_processor_has(monkeypatch):

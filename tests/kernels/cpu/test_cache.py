@@ -90,8 +90,9 @@ class Checkout:
         return build.library_path(self.instruction_set, folder)
 
 
-@pytest.fixture
+@pytest.fixture(params=[pytest.param("checkout", marks=pytest.mark.slow)])
 def checkout(tmp_path: Path) -> Checkout:
+    """What uses it runs processes, which takes seconds."""
     return Checkout(tmp_path)
 
 
@@ -113,7 +114,6 @@ def test_an_installed_copy_that_the_checkout_shadows(checkout, tmp_path):
     assert "QTORCH_CPU_BUILD=0 forbids" in error
 
 
-@pytest.mark.slow
 def test_compiled_at_first_use_and_kept(checkout):
     """Not by importing. It is said, in one line; the next process finds the library, and needs no compiler."""
     assert checkout.run("import qtorch, qtorch.kernels.cpu") == ("", "")
@@ -132,7 +132,6 @@ def test_compiled_at_first_use_and_kept(checkout):
     assert (out.split(), error) == (["cpu_weight_only_mm", str(checkout.library())], "")
 
 
-@pytest.mark.slow
 def test_two_processes_at_once(checkout):
     """One compiles, the other waits for it."""
     processes = [checkout.start() for _ in range(2)]
@@ -227,7 +226,6 @@ def test_the_folder_without_a_setting(named, monkeypatch):
     assert cache.folder().is_relative_to(Path.home() / ".cache" / "qtorch")
 
 
-@pytest.mark.slow
 def test_the_command(checkout):
     """Into the package, or with --user into the cache; the libraries are then found."""
     command = "import sys\nfrom qtorch.kernels.cpu.__main__ import main\nsys.exit(main({}))"

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.conv import Window, from_matrix, image_conv, multiply_windows, prepare_conv, to_matrix
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
+from tests.fast_part import slow_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC
@@ -97,28 +99,33 @@ def run(conv: nn.Module, x: Tensor, build: str) -> Tensor:
     return y
 
 
+def every_case(images_of: int | None = None) -> Iterator[tuple[nn.Module, Tensor]]:
+    """A convolution of each case, with a bias or without, and images in either order of memory."""
+    for index, (channels, features, kernel, options, shape) in enumerate(CASES):
+        conv = nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options)
+        yield conv, images((images_of or shape[0], *shape[1:]), channels_last=index % 3 == 0)
+
+
 @pytest.mark.parametrize("name", STATIC)
 def test_static_has_the_bits_of_the_windows(build: str, name: str) -> None:
-    for index, (channels, features, kernel, options, shape) in enumerate(CASES):
-        conv = with_static(nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options), name)
-        x = images(shape, channels_last=index % 3 == 0)
+    for conv, x in every_case():
+        conv, contiguous = with_static(conv, name), x.is_contiguous()
         y = run(conv, x, build)
-        assert torch.equal(y, reference_conv(x, conv)), (channels, features, kernel)
-        assert y.is_contiguous() or index % 3 == 0
-        other = torch.channels_last if index % 3 else torch.contiguous_format
+        assert torch.equal(y, reference_conv(x, conv)), conv
+        assert y.is_contiguous() or not contiguous
+        other = torch.channels_last if contiguous else torch.contiguous_format
         assert torch.equal(y, run(conv, x.contiguous(memory_format=other), build))
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_a_scale_for_each_image_has_the_bits_of_torch_operators(build: str, name: str) -> None:
-    for index, (channels, features, kernel, options, shape) in enumerate(CASES):
-        conv = with_dynamic(nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options), DYNAMIC[name])
-        x = images((3, *shape[1:]), channels_last=index % 3 == 0)
+    for conv, x in every_case(3):
+        conv = with_dynamic(conv, DYNAMIC[name])
         x[1] *= 7
         y = run(conv, x, build)
         padded, window = prepared(conv, x)
         with torch.no_grad():
-            assert torch.equal(y, image_conv(padded, conv.weight, conv.bias, window)), (channels, features, kernel)
+            assert torch.equal(y, image_conv(padded, conv.weight, conv.bias, window)), conv
         # Each image is by itself.
         assert torch.equal(y[1:2], run(conv, x[1:2], build))
 
@@ -206,7 +213,7 @@ def test_gradients() -> None:
 
 
 @NEEDS_LIBRARY
-@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("static", slow_but((True,), (True, False)))
 def test_compiled_in_one_graph(static: bool) -> None:
     convs = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
     first, last = (with_static(c, "asymmetric") if static else with_dynamic(c, DYNAMIC["symmetric"]) for c in convs)
@@ -257,26 +264,19 @@ def test_the_error_is_that_of_8_bits(conv: nn.Module, size: int, recipe: object,
 
 def test_weight_only(build: str) -> None:
     """As exact as fp32, in the order of the input."""
-    for index, (channels, features, kernel, options, shape) in enumerate(CASES):
-        conv = nn.Conv2d(channels, features, kernel, bias=index % 2 == 0, **options)
+    for conv, images in every_case():
         quantize_(conv, {"weight": qtorch.int8_weight_only()})
         plain = copy.deepcopy(conv)
         plain.weight = nn.Parameter(conv.weight.dequantize())
-        groups = conv.groups
-        direct = groups == 1 or channels // groups % 4 == 0
-        variant = build if direct else "kept" if channels == groups else "torch"
-        for channels_last in (False, True):
-            x = images(shape, channels_last)
+        direct = conv.groups == 1 or conv.in_channels // conv.groups % 4 == 0
+        variant = build if direct else "kept" if conv.in_channels == conv.groups else "torch"
+        for order in (torch.contiguous_format, torch.channels_last):
+            x = images.contiguous(memory_format=order)
             with torch.no_grad(), record_kernels() as ran:
                 y = conv(x)
             assert ran[-1] == f"cpu_weight_only_conv.{variant}"
-            expected = plain.double()(x.double())
-            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=3e-6)
-            plain.float()
-            assert channels_last or y.is_contiguous()
-            with torch.no_grad():
-                other = torch.contiguous_format if channels_last else torch.channels_last
-                torch.testing.assert_close(conv(x.contiguous(memory_format=other)), y, rtol=1e-5, atol=3e-6)
+            torch.testing.assert_close(y.double(), plain.double()(x.double()), rtol=1e-5, atol=3e-6)
+            assert order is torch.channels_last or y.is_contiguous()
 
 
 @NEEDS_LIBRARY

@@ -7,23 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PlainLayout,
-    QuantSpec,
-    ZeroPointDomain,
-    compute_error,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerBlock, PerGroup, PerRow, PlainLayout
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
+from qtorch.primitives import QuantSpec, ZeroPointDomain
+from tests.fast_part import slow_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
-from tests.kernels.cpu.test_linear import ASYMMETRIC, SPECS, weights
+from tests.kernels.cpu.test_linear import SPECS, STAND_FOR_THE_OTHERS, weights
+from tests.kernels.quantized_weights import ASYMMETRIC
+from tests.rounding import same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,13 +24,8 @@ def table(spec: QuantSpec, shape: tuple[int, int] = (30, 64), layout: object = P
     return AffineQuantizedTensor.from_float(torch.randn(shape), LinearSpec(spec, layout=layout))
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = {4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
-    return a.dtype == b.dtype and torch.equal(a.view(integer), b.view(integer))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", slow_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_bits_of_the_dequantized_table(build, name, dtype):
     for weight in weights(SPECS[name], dtype):
         ids = torch.randint(0, weight.shape[0], (41,))
@@ -63,14 +50,6 @@ def test_types_of_scales_and_zero_points(build, scale, domain):
         rows = functional.embedding(torch.arange(30), weight)
     assert ran[-1] == f"cpu_embedding.{build}"
     assert same_bits(rows, weight.dequantize())
-
-
-def test_error_is_that_of_the_codes():
-    values = torch.randn(30, 64)
-    for spec, bounds in ((QuantSpec("int8"), (35, 55)), (QuantSpec("int4", PerGroup(32)), (15, 30))):
-        weight = AffineQuantizedTensor.from_float(values, spec)
-        ids = torch.arange(30)
-        assert bounds[0] < compute_error(values, functional.embedding(ids, weight)) < bounds[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -111,6 +90,7 @@ def test_views_of_a_table(build):
 
 
 @NEEDS_LIBRARY
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8 tensor", "uint4 group 32, real zero"])
 def test_torch_operators_give_the_same(name):
     """What the operator does where it cannot call the library, as in a graph that was compiled where there is one."""

@@ -7,29 +7,16 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-    PlainLayout,
-    QuantSpec,
-    compute_error,
-)
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow
 from qtorch.dtypes.experts import grouped_linear, one_by_one
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, experts, variants
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Problem, candidates
+from qtorch.primitives import PerTensor, QuantSpec, compute_error
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, INDICES, TOKEN, of_experts, weight_of
 
-ASYMMETRIC = MappingType.ASYMMETRIC
-SYMMETRIC_TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)
-ASYMMETRIC_TOKEN = QuantSpec("int8", PerToken(), ASYMMETRIC)
 SPECS = {
     "int8 row": QuantSpec("int8", quant_min=-127),
     "int8 tensor": QuantSpec("int8", PerTensor()),
@@ -40,22 +27,11 @@ SPECS = {
 }
 # The last is of whole vectors of packed codes; the first is odd in N and in the bytes of a packed run.
 SHAPES = [(37, 192), (22, 1024)]
-ACTIVATIONS = {None: None, "symmetric": SYMMETRIC_TOKEN, "asymmetric": ASYMMETRIC_TOKEN}
-
-# (T, R) of which expert: of five, with rows for none, and one that no row asks for.
-INDICES = {
-    "some": [[0, 3], [4, -1], [3, 3], [1, 99], [0, 1], [1, 3]],
-    "one token": [[4, 0, 2]],
-    "all to one": [[2]] * 45,
-    "sorted": [[0]] * 3 + [[1]] * 12 + [[4]] * 2,
-    "no expert": [[5], [-1]],
-}
+ACTIVATIONS = {None: None, "symmetric": TOKEN, "asymmetric": ASYMMETRIC_TOKEN}
 
 
 def stack(spec, n, k, activation=None, count=5, dtype=torch.float32):
-    layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
-    linear = LinearSpec(spec, activation, layout=layout)
-    return AffineQuantizedTensor.from_float(torch.randn(count, n, k).to(dtype), linear)
+    return weight_of(spec, (count, n, k), "cpu", activation, dtype)
 
 
 @functools.cache
@@ -66,19 +42,10 @@ def cases(name, activation):
         weight, inputs = stack(SPECS[name], n, k, ACTIVATIONS[activation]), []
         for index in map(torch.tensor, INDICES.values()):
             x = torch.randn(len(index), k) + 0.3
-            wanted = None if activation is None else of_reference(x, weight, index)
+            wanted = None if activation is None else of_experts(x, weight, index)
             inputs.append((x, index, wanted))
         made.append((weight, inputs))
     return made
-
-
-def of_reference(x, weight, index):
-    wanted = torch.zeros(*index.shape, weight.shape[1])
-    for e in range(weight.shape[0]):
-        token, place = torch.where(index == e)
-        if len(token):
-            wanted[token, place] = reference.linear(x[token], weight[e], None)
-    return wanted.flatten(0, 1)
 
 
 def name_of(weight):
@@ -132,17 +99,6 @@ def test_half_precision(build, activation, dtype):
     with variants.force("dot"):
         for index in map(torch.tensor, INDICES.values()):
             check(torch.randn(len(index), 256).to(dtype), weight, index, build)
-
-
-def test_against_the_reference(build):
-    """On the rows of each expert; an index that names none gives zeros."""
-    index = torch.tensor(INDICES["some"])
-    for name, spec in SPECS.items():
-        weight, x = stack(spec, 37, 192), torch.randn(len(index), 192)
-        with variants.force("dot"):
-            y = grouped_linear(x, weight, index).unflatten(0, index.shape)
-        assert not y[(index < 0) | (index >= 5)].any()
-        assert compute_error(of_reference(x, weight, index), y.flatten(0, 1)) > 105, name
 
 
 def test_views(build):

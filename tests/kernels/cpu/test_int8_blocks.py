@@ -1,7 +1,5 @@
 """Integer products of training, compiled: the bits of the portable ones."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

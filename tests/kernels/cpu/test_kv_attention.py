@@ -8,14 +8,13 @@ import torch
 from qtorch.kernels import record_kernels, registry
 from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.custom_ops import portable
-from qtorch.kernels.ops.kv_attention import KVAttention, attend_portably, kv_attention
+from qtorch.kernels.ops.kv_attention import KVAttention, kv_attention
 from qtorch.kernels.ops.quantize import quantize_keys_and_values, quantize_tokens
 from qtorch.primitives import compute_error
+from tests.kernels import attention_cases
+from tests.kernels.attention_cases import FORMS, assert_close, problem
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
-from tests.rounding import gamma
 
-FORMS = [cache_form(dtype, block) for dtype in TOKENS for block in (0, 32)]
-# Batch, heads of keys, heads of queries for each, rows, tokens in codes, recent ones, channels of keys and of values.
 SHAPES = [
     (1, 2, 4, 1, 96, 0, 128, 128),
     (2, 3, 1, 1, 64, 5, 64, 64),
@@ -26,48 +25,11 @@ SHAPES = [
 ]
 
 
-def problem(form, shape, dtype=torch.float32, mask=None, softcap=0.0, sinks=False, causal=False, used=None):
-    batch, heads, group, rows, tokens, recent, width, v_width = shape
-    k, v = torch.randn(batch, heads, tokens, width) + 1, torch.randn(batch, heads, tokens, v_width)
-    keys, values = quantize_keys_and_values(k, v, form)
-    query = torch.randn(batch, heads * group, rows, width).to(dtype)
-    latest = [torch.randn(batch, heads, recent, size).to(dtype) for size in (width, v_width)] if recent else []
-    seen = torch.rand(batch, 1, rows, tokens + recent) > 0.3
-    masks = {
-        None: None,
-        "bool": seen,
-        "float": torch.randn(1, heads * group, rows, tokens + recent + 3),
-        "-inf": torch.where(seen[:, :, :1], 0.0, -torch.inf),
-    }
-    used, sinks = None if used is None else torch.tensor(used), torch.randn(heads * group) if sinks else None
-    numbers = (form, v_width, width**-0.5, softcap, causal)
-    return KVAttention(query, keys, values, latest, used, masks[mask], sinks, *numbers)
-
-
 def run(call):
     """Through the operator, so that the registry chooses."""
     form = call.form
     arguments = call.query, list(call.keys), list(call.values), list(call.recent), call.used, call.mask, call.sinks
     return kv_attention(*arguments, form.dtype, form.block, call.width, call.scaling, call.softcap, call.causal)
-
-
-def assert_close(call, got):
-    """Sums in fp32 in another order: scores differ by the error of a sum over channels, each weight by as much."""
-    call = call.cut()
-    wanted = attend_portably(call._replace(query=call.query.float()))
-    keys = call.form.dequantize(call.keys, call.query.shape[3], torch.float32, True)
-    values = call.form.dequantize(call.values, call.width, torch.float32, False)
-    if call.recent:
-        keys, values = (torch.cat([a, b.float()], 2) for a, b in zip((keys, values), call.recent, strict=True))
-    largest = call.query.float().norm(dim=-1).max() * keys.norm(dim=-1).max() * call.scaling
-    # Of codes with zero points, sums are of larger numbers than their result.
-    score = 4 * gamma(call.query.shape[3] + 8) * float(largest) + 1e-5 * bool(call.softcap)
-    bound = float(values.abs().max()) * (2 * score + 4 * gamma(call.length + 16)) + 1e-6
-    if call.query.dtype is not torch.float32:
-        bound += float(values.abs().max()) * torch.finfo(call.query.dtype).eps
-    assert got.shape == wanted.shape
-    assert got.dtype == call.query.dtype
-    assert float((got.double() - wanted.double()).abs().max()) <= bound
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.dtype}-{form.block}")
@@ -93,40 +55,20 @@ def test_dtypes_of_queries_and_scales(build, dtype):
 
 
 def test_tokens_beyond_the_length_are_not_read(build):
-    call = problem(cache_form("int8", 0), (1, 2, 2, 3, 300, 0, 32, 32), used=130, causal=True)
-    for part in (*call.keys, *call.values):
-        part[:, :, 130:] = torch.nan if part.is_floating_point() else 127
+    call = attention_cases.with_used_tokens()
     assert_close(call, run(call))
 
 
 def test_strided_tensors(build):
-    """Views of larger memory, queries that are transposed, a mask that is expanded."""
-    call = problem(cache_form("int4", 0), (2, 2, 3, 2, 70, 0, 24, 24), mask="bool")
-    wide = [torch.cat([part, part], 2)[:, :, :70] for part in call.keys]
-    query = call.query.transpose(1, 2).contiguous().transpose(1, 2)
-    mask = call.mask[:, :, :1].expand(-1, -1, 2, -1)
-    strided = call._replace(keys=wide, query=query, mask=mask)
+    call = attention_cases.strided()
     with record_kernels() as ran:
-        got = run(strided)
+        got = run(call)
     assert ran[-1] == f"kv_attention.{build}"
-    assert_close(call._replace(mask=mask), got)
+    assert_close(call, got)
 
 
 def test_nan_and_hidden_tokens(build):
-    """A token with a NaN reaches the queries that see it, in its head; one that is hidden reaches none."""
-    for form in FORMS:
-        k, v = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 16)
-        k[0, 0, 3, 5] = torch.nan
-        v[0, 1, 7, 2] = torch.inf
-        keys, values = quantize_keys_and_values(k, v, form)
-        mask = torch.ones(1, 1, 3, 64, dtype=torch.bool)
-        mask[..., 1, 3] = mask[..., 1, 7] = False
-        mask[..., 2, :] = False
-        call = KVAttention(torch.randn(1, 4, 3, 16), keys, values, [], None, mask, None, form, 16, 0.25, 0.0, False)
-        got = run(call)
-        assert got[:, :, 0].isnan().all()
-        assert got[:, :, 1].isfinite().all()
-        assert (got[:, :, 2] == 0).all()
+    attention_cases.check_nan_and_hidden_tokens(run)
 
 
 def test_many_rows_multiply_matrices(build):

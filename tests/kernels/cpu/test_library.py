@@ -15,24 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import qtorch
 from qtorch.kernels.cpu import build, compiled_library, variants
-from tests.kernels.cpu.builds import NEEDS_LIBRARY
-
-ROOT = Path(qtorch.__file__).parents[1]
-
-LAYER = """
-import torch, qtorch
-layer = torch.nn.Linear(64, 64)
-qtorch.quantize_(layer, qtorch.int8_weight_only())
-with qtorch.kernels.record_kernels() as ran:
-    layer(torch.randn(3, 64))
-print(ran)
-print(qtorch.explain(layer))
-"""
-
-
-def run(program: str, **environment: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+from tests.kernels.cpu.builds import LAYER, NEEDS_LIBRARY, ROOT, run
 
 
 def layer() -> nn.Linear:
@@ -41,16 +24,18 @@ def layer() -> nn.Linear:
     return made
 
 
+@pytest.mark.slow
 def test_switched_off():
-    done = run(LAYER, QTORCH_CPU_KERNELS="0")
+    done = run(QTORCH_CPU_KERNELS="0")
     assert "['linear:weight_only_mm', 'weight_only_mm']" in done.stdout
     assert "cpu_weight_only_mm: is switched off by QTORCH_CPU_KERNELS=0" in done.stdout
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_not_built(tmp_path):
     """It works, and says so once, at first use."""
-    done = run(LAYER, QTORCH_CPU_LIBRARIES=str(tmp_path), QTORCH_CPU_KERNELS="1", PYTHONWARNINGS="default")
+    done = run(QTORCH_CPU_LIBRARIES=str(tmp_path), QTORCH_CPU_KERNELS="1", PYTHONWARNINGS="default")
     assert "['linear:weight_only_mm', 'weight_only_mm']" in done.stdout
     assert "is not compiled: python -m qtorch.kernels.cpu" in done.stdout
     assert done.stderr.count("the compiled CPU kernels are not there") == 1
@@ -143,6 +128,7 @@ def test_forked_workers():
     torch.testing.assert_close(torch.cat(batches), expected)
 
 
+@pytest.mark.slow
 def test_threads_are_those_of_torch():
     """One OpenMP runtime in the process."""
     program = LAYER + "\nmaps = open('/proc/self/maps').read()\n"

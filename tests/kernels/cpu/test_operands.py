@@ -1,29 +1,17 @@
 """Operands of training products, compiled: the codes, scales and reals of the operators of torch, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
 from torch import Tensor
 
-from qtorch.kernels import record_kernels
+from qtorch import ZeroPointDomain
+from qtorch.kernels import quantize_int8_rowwise, record_kernels
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.quantize import quantize_dynamic, quantize_rows
 from qtorch.kernels.ops.weight_only_mm import dequantize_codes
-from qtorch.primitives import (
-    Noise,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    Rounding,
-    ZeroPointDomain,
-    qdtype,
-)
+from qtorch.primitives import Noise, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, Rounding, qdtype
 from qtorch.primitives.scale_rules import AbsMeanRule
 from qtorch.recipes.mx import mx_spec
 from qtorch.training.engine.numerics import float8, int8, integer
@@ -167,19 +155,15 @@ def test_dequantize(build: str, kind: str) -> None:
 
 
 @NEEDS_LIBRARY
-@pytest.mark.parametrize(
-    "spec",
-    [
-        int8(PerAxis(1)),
-        int8(PerBlock((32, 8))),
-        integer(8, preserve_zero=False),
-        integer(12),
-        QuantSpec(qdtype("int8"), scale_rule=AbsMeanRule()),
-        int8().with_granularity(PerGroup(32)),
-        integer(8, rounding=Rounding.STOCHASTIC, noise=Noise(bits=8)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("spec", [
+    int8(PerAxis(1)),
+    int8(PerBlock((32, 8))),
+    integer(8, preserve_zero=False),
+    integer(12),
+    QuantSpec(qdtype("int8"), scale_rule=AbsMeanRule()),
+    int8().with_granularity(PerGroup(32)),
+    integer(8, rounding=Rounding.STOCHASTIC, noise=Noise(bits=8)),
+], ids=str)  # fmt: skip
 def test_other_specs_run_in_torch(spec: QuantSpec) -> None:
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     with record_kernels() as ran:
@@ -196,3 +180,17 @@ def test_what_is_recorded_runs_in_torch() -> None:
         assert quantize_rows(x, spec)[1].requires_grad
         torch.compile(lambda x: quantize_rows(x, spec)[0], backend="eager", fullgraph=True)(x.detach())
     assert ran == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_int8_have_the_bits_of_the_primitives(dtype: torch.dtype) -> None:
+    """Also of the largest and the smallest numbers; codes reach both ends."""
+    spec, extremes = QuantSpec("int8", quant_min=-127), torch.tensor([0.0, 1e-45, 1e-38, 3e38, -3e38, 65504.0])
+    shapes = [torch.randn(shape) * torch.logspace(-6, 4, shape[0])[:, None] for shape in ((1, 1), (64, 128), (0, 16))]
+    for x in (*shapes, torch.randn(3, 0), torch.stack([extremes, 0 * extremes, -extremes], 1)):
+        x = x.to(dtype).nan_to_num(posinf=0, neginf=0)
+        codes, scale = quantize_int8_rowwise(x)
+        assert torch.equal(scale, spec.choose_qparams(x)[0])
+        assert torch.equal(codes, spec.quantize(x, scale, None))
+        used = scale[:, 0] > 1e-30
+        assert (codes.abs().amax(1) == 127)[used].all() if x.numel() else not codes.numel()

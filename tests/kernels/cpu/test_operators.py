@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from qtorch.kernels.cpu import build, compiled_library, operators, variants
 from qtorch.kernels.cpu.embedding import cpu_embedding
 from qtorch.kernels.cpu.int8_linear import cpu_int8_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
-from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.kernels.cpu.builds import NEEDS_LIBRARY, run
 from tests.kernels.cpu.operator_cases import CALLS, CODES, SCALE, WRONG, embedding, randn, weight, weight_only
 
 NEEDS_OPERATORS = pytest.mark.skipif(
@@ -213,8 +211,7 @@ assert not operators.attached() and operators.calls() == 0
 def test_python_runs_without_the_library(how, tmp_path):
     found = compiled_library.library()
     (tmp_path / found.path.name).write_bytes(found.path.read_bytes())
-    environment = {**os.environ, "QTORCH_CPU_LIBRARIES": str(tmp_path)}
     if how == "damaged":
         build.library_path(build.OPERATORS, tmp_path).write_bytes(b"no library")
-    done = subprocess.run([sys.executable, "-c", WITHOUT], env=environment, capture_output=True, text=True, check=False)
+    done = run(WITHOUT, QTORCH_CPU_LIBRARIES=str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    BlockSparseLayout,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerToken,
-    QuantSpec,
-)
+from qtorch import AffineQuantizedTensor, BlockSparseLayout, LinearSpec, MappingType, PackedLayout, PerGroup, PerToken
 from qtorch.dtypes.experts import grouped_linear
 from qtorch.kernels.cache_form import cache_form
 from qtorch.kernels.custom_ops import portable
@@ -25,7 +16,7 @@ from qtorch.kernels.ops.block_mm import int8_block_mm
 from qtorch.kernels.ops.kv_attention import kv_attention
 from qtorch.kernels.ops.quantize import quantize_keys_and_values, quantize_rows, quantize_weight
 from qtorch.kernels.ops.weight_only_mm import dequantize_codes
-from qtorch.primitives import prune_blocks
+from qtorch.primitives import QuantSpec, prune_blocks
 from qtorch.training.engine.numerics import float8, int8
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, gradient, step, tensors, zeros
 from tests.kernels.cpu.builds import NEEDS_LIBRARY

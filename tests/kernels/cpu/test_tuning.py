@@ -1,10 +1,6 @@
 """`tune_cpu`: a measured table that is saved for this user and used, and who is told to make one."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +10,8 @@ from torch import nn
 
 import qtorch
 from qtorch.kernels.cpu import compiled_library, tuning, variants
-from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.kernels.cpu.builds import NEEDS_LIBRARY, run
+from tests.refusals import refuses
 
 SMALL, LARGE = "int8 plain rows small", "int8 plain rows large"
 
@@ -102,12 +99,10 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """A file of something else, which stays; a cache that cannot be used; nothing to measure."""
     path = tmp_path / "shopping.json"
     path.write_text('["milk"]')
-    with pytest.raises(ValueError, match="got a list, want tables"):
-        qtorch.tune_cpu(path)
+    refuses("got a list, want tables", lambda: qtorch.tune_cpu(path))
     assert path.read_text() == '["milk"]'
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
-    with pytest.raises(RuntimeError, match="QTORCH_CPU_CHOICES"):
-        qtorch.tune_cpu()
+    refuses("QTORCH_CPU_CHOICES", qtorch.tune_cpu, RuntimeError)
     with compiled_library.use(None), pytest.raises(RuntimeError, match="the compiled kernels, which are missing"):
         qtorch.tune_cpu()
 
@@ -219,23 +214,17 @@ def test_writing_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         raise OSError("no space left")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        variants.write(path, {"avx2": {}})
+    refuses("no space", lambda: variants.write(path, {"avx2": {}}), OSError)
     assert path.read_text() == before
     assert os.listdir(tmp_path) == [path.name]
 
 
+@pytest.mark.slow
 @NEEDS_LIBRARY
 def test_another_process_uses_it(of_user: Path) -> None:
     """One variant for all, which no table of ours has."""
     name = compiled_library.library().instruction_set
     key = variants.key_of(torch.float32, False, False, 64 * 64)
     variants.write(of_user, {name: {variants.processor_kind(): {key: [[None, "torch"]]}}})
-    program = (
-        "import torch, qtorch\nfrom qtorch.kernels import record_kernels\n"
-        "layer = torch.nn.Linear(64, 64)\nqtorch.quantize_(layer, qtorch.int8_weight_only())\n"
-        "with record_kernels() as ran: layer(torch.randn(3, 64))\nprint(ran)"
-    )
-    environment = {**os.environ, "QTORCH_CPU_ISA": name}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    done = run(QTORCH_CPU_ISA=name)
     assert "cpu_weight_only_mm.torch" in done.stdout, done.stderr

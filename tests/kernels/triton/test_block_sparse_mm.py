@@ -3,24 +3,22 @@
 import pytest
 import torch
 
-from qtorch import AffineQuantizedTensor, BlockSparseLayout, LinearSpec, MappingType, PerGroup, PerToken, QuantSpec
+from qtorch import AffineQuantizedTensor, BlockSparseLayout, LinearSpec, PerGroup, QuantSpec
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear.block_sparse import block_sparse_int8_scaled_mm, block_sparse_weight_only_mm
 from qtorch.kernels.registry import Problem, kernels
 from qtorch.primitives import compute_error, prune_blocks
+from tests.fast_part import slow_but
+from tests.kernels.quantized_weights import ASYMMETRIC_TOKEN, TOKEN
 
-ACTIVATIONS = {
-    "symmetric": QuantSpec("int8", PerToken(), quant_min=-127),
-    "asymmetric": QuantSpec("int8", PerToken(), MappingType.ASYMMETRIC),
-    "none": None,
-}
+ACTIVATIONS = {"symmetric": TOKEN, "asymmetric": ASYMMETRIC_TOKEN, "none": None}
 WEIGHTS = [QuantSpec("int8"), QuantSpec("int8", PerGroup(32)), QuantSpec("int4", PerGroup(64)), QuantSpec("int3")]
 KERNELS = {kernel.name: kernel for kernel in kernels("linear") if kernel.name.startswith("cuda_block_sparse")}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("spec", WEIGHTS, ids=str)
+@pytest.mark.parametrize("spec", slow_but(WEIGHTS[1:3], WEIGHTS), ids=str)
 def test_against_torch(spec, activation, device):
     layout = BlockSparseLayout(64, 0.6)
     linear = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)

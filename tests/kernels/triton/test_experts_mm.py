@@ -9,69 +9,52 @@ from qtorch.kernels.cuda.experts import cuda_experts_int8_mm, cuda_experts_mm
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.experts_mm import experts_int8_mm, experts_weight_mm
 from qtorch.kernels.cuda.weight_only import weight_arguments
-from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.quantize import quantize_input
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain, compute_error
-
-from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN, refusals, weight_of
+from tests.fast_part import slow_but
+from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, INDICES, LEAST, TOKEN, of_experts, weight_of
+from tests.refusals import refusals
 
 CONFIG = LaunchConfig(16, 32, 32)
 
-EXPERTS = {
-    "some, none and one twice": [[0, 3], [5, -1], [3, 3], [1, 99]],
-    "all to one": [[2]] * 19,
-    "one token": [[4, 0, 2]],
-    "no expert": [[6], [-7]],
-    "sorted": [[0]] * 3 + [[1]] * 17 + [[5]] * 2,
-}
+every_index = pytest.mark.parametrize("name", slow_but(("some", "sorted"), INDICES))
 
 
-def expected(x, weight, experts):
-    """Row by row, by the reference of a linear layer."""
-    count, n = weight.shape[:2]
-    rows = []
-    for row, ids in zip(x, experts.tolist(), strict=True):
-        for e in ids:
-            named = 0 <= e < count
-            rows.append(reference.linear(row[None], weight[e], None)[0] if named else row.new_zeros(n))
-    return torch.stack(rows)
-
-
-@pytest.mark.parametrize("name", EXPERTS)
+@every_index
 @pytest.mark.parametrize(
     "spec", [QuantSpec("int8", PerRow()), QuantSpec("uint4", PerGroup(32), ASYMMETRIC), QuantSpec("int4", PerGroup(8))]
 )
 def test_weight_only(spec, name, device):
-    weight, experts = weight_of(spec, (6, 20, 64), device), torch.tensor(EXPERTS[name], device=device)
+    weight, experts = weight_of(spec, (5, 20, 64), device), torch.tensor(INDICES[name], device=device)
     x = torch.randn(len(experts), 64, device=device)
     with forced(CONFIG), record_kernels() as ran:
         y = cuda_experts_mm(x, experts, *weight_arguments(weight))
     assert ran == ["cuda_experts_mm", "triton.experts_weight_mm"]
-    wanted = expected(x, weight, experts)
-    zero = (experts.reshape(-1) < 0) | (experts.reshape(-1) > 5)
+    wanted = of_experts(x, weight, experts)
+    zero = (experts.reshape(-1) < 0) | (experts.reshape(-1) > 4)
     assert not y[zero].any()
     assert zero.all() or compute_error(wanted, y) > LEAST[torch.float32]
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@every_index
 @pytest.mark.parametrize("activation", [TOKEN, ASYMMETRIC_TOKEN])
 @pytest.mark.parametrize(
     "spec", [QuantSpec("int8", PerRow()), QuantSpec("uint8", PerRow(), ASYMMETRIC), QuantSpec("int4", PerGroup(32))]
 )
 def test_int8_activations_are_exact(spec, activation, name, device):
-    weight, experts = weight_of(spec, (6, 20, 64), device, activation), torch.tensor(EXPERTS[name], device=device)
+    weight, experts = weight_of(spec, (5, 20, 64), device, activation), torch.tensor(INDICES[name], device=device)
     x = torch.randn(len(experts), 64, device=device)
     xq, xs, xz = quantize_input(x, weight)
     of_weight = (weight.qdata, weight.scale, weight.zero_point, spec.dtype.name)
     with forced(CONFIG), record_kernels() as ran:
         y = cuda_experts_int8_mm(xq, experts, xs, xz, *of_weight, x.dtype)
     assert ran == ["cuda_experts_int8_mm", "triton.experts_int8_mm"]
-    assert torch.equal(y, expected(x, weight, experts))
+    assert torch.equal(y, of_experts(x, weight, experts))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [2, 3, 5, 8])
+@pytest.mark.parametrize("bits", slow_but((3, 8), (2, 3, 5, 8)))
 def test_dtypes_widths_and_strides(bits, dtype, device):
     """K is odd for packed codes, x is a slice, and tiles hold more rows than any expert has."""
     spec = QuantSpec(f"uint{bits}", PerRow(), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
@@ -81,7 +64,7 @@ def test_dtypes_widths_and_strides(bits, dtype, device):
     with forced(LaunchConfig(64, 32, 64)):
         y = cuda_experts_mm(x, experts, *weight_arguments(weight))
     assert y.dtype == dtype
-    assert compute_error(expected(x, weight, experts), y) > LEAST[dtype]
+    assert compute_error(of_experts(x, weight, experts), y) > LEAST[dtype]
 
 
 def test_many_experts_share_tiles(device):
@@ -89,7 +72,7 @@ def test_many_experts_share_tiles(device):
     weight = weight_of(QuantSpec("int8", PerRow()), (37, 4, 32), device)
     x, experts = torch.randn(5, 32, device=device), torch.randint(37, (5, 4), device=device)
     y = cuda_experts_mm(x, experts, *weight_arguments(weight))
-    assert compute_error(expected(x, weight, experts), y) > LEAST[torch.float32]
+    assert compute_error(of_experts(x, weight, experts), y) > LEAST[torch.float32]
 
 
 @pytest.mark.parametrize("rows", [0, 2])

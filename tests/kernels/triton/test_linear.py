@@ -10,9 +10,9 @@ from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Problem, kernels
 from qtorch.primitives import ZeroPointDomain, compute_error
+from tests.fast_part import slow_but
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
-
-from .quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
+from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
 
 # Operators of torch, which no interpreter runs: they have tests of their own.
 NEED_A_GPU = ("float8_scaled_mm", "semi_sparse_float8_scaled_mm")
@@ -36,7 +36,7 @@ EXTRA_SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but((torch.float16,), LEAST))
 @pytest.mark.parametrize("name", KERNELS)
 def test_against_the_reference(name, dtype, device):
     kernel, taken = KERNELS[name], 0

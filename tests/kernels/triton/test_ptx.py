@@ -10,6 +10,8 @@ import pytest
 
 import qtorch
 
+pytestmark = pytest.mark.slow
+
 WGMMA_INT8 = "wgmma.mma_async.sync.aligned.m64n{n}k32.s32.s8.s8"
 WGMMA = "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
 MMA_INT8 = "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"
@@ -86,7 +88,6 @@ def test_codes_are_unpacked_together(compiled):
     assert compiled["int4 weight sm_80"]["instructions"].count("lop3.b32") >= 32
 
 
-@pytest.mark.slow
 def test_every_launch_compiles(tmp_path):
     """With the arguments that launchers give, specialized as a launch does, also for sizes of 1 and odd ones."""
     assert len(compile_table("EVERY", tmp_path)) > 100

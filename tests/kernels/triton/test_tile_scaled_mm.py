@@ -9,10 +9,12 @@ from qtorch.kernels.cuda.triton.quantize import quantize_tilewise
 from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
 from qtorch.kernels.ops.block_mm import tile_scaled_mm as reference
 from qtorch.primitives import compute_error
-
-from .quantized_weights import refusals
+from tests.fast_part import slow_but
+from tests.refusals import refusals
 
 TILES = [((32, 32), (32, 32)), ((1, 64), (64, 64)), ((8, 16), (4, 16)), ((1, 12), (1, 12)), ((1, 192), (64, 192))]
+
+CONFIGS = [LaunchConfig(32, 32, 32), LaunchConfig(16, 64, 64, group_m=2)]
 
 
 def operands(dtype, tiles, device):
@@ -26,8 +28,8 @@ def on_cpu(arguments, dtype):
     return reference(*(t.cpu() for t in arguments), dtype)
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-@pytest.mark.parametrize("config", [LaunchConfig(32, 32, 32), LaunchConfig(16, 64, 64, group_m=2)], ids=str)
+@pytest.mark.parametrize("tiles", slow_but(TILES[:3], TILES), ids=str)
+@pytest.mark.parametrize("config", slow_but(CONFIGS[:1], CONFIGS), ids=str)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_against_torch(dtype, config, tiles, device):
     x, w, arguments = operands(dtype, tiles, device)

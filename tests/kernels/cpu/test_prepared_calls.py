@@ -1,9 +1,11 @@
 """What a layer keeps for its next call: when that runs, that it gives the same bits, and all that ends it."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,7 +28,13 @@ RECIPES = {
     "int8 dynamic": qtorch.int8_dynamic_activation_int8_weight(),
     "int4, int8 dynamic": qtorch.int8_dynamic_activation_int4_weight(),
 }
-X = torch.randn(3, 96)
+OF_CONVOLUTIONS = {
+    "weight-only": qtorch.int8_weight_only(),
+    "dynamic": qtorch.int8_dynamic_activation_int8_weight(act_granularity=qtorch.PerAxis(0)),
+    "static": qtorch.int8_static_activation_int8_weight(0.04),
+}
+every_conv = pytest.mark.parametrize("name", OF_CONVOLUTIONS)
+X, IMAGES = torch.randn(3, 96), torch.randn(2, 8, 6, 6)
 
 
 def layer(recipe: str = "int8", dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
@@ -37,31 +45,125 @@ def layer(recipe: str = "int8", dtype: torch.dtype = torch.float32, bias: bool =
     return made
 
 
+def conv(name: str, ndim: int = 2, groups: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    made = (nn.Conv1d, nn.Conv2d)[ndim - 1](8, 16, 3, padding=1, groups=groups, dtype=dtype).requires_grad_(False)
+    qtorch.quantize_(made, {"weight": OF_CONVOLUTIONS[name]})
+    return made
+
+
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A name for each call that looks a kernel up."""
-    calls = []
-    found = linear.lookup
-    monkeypatch.setattr(linear, "lookup", lambda *args: calls.append("linear") or found(*args))
-    return calls
+    """The operation of each call that looks a kernel up."""
+    names, find = [], linear.lookup
+    monkeypatch.setattr(linear, "lookup", lambda op, *args: names.append(op) or find(op, *args))
+    return names
+
+
+def called_twice(model: nn.Module, x: Tensor, looked_up: list[str], again: list[str]) -> Tensor:
+    """The second result, which is that of the first call; `again` is what is looked up for it."""
+    first = model(x)
+    looked_up.clear()
+    second = model(x)
+    assert looked_up == again
+    assert torch.equal(first, second)
+    assert (first.dtype, first.stride()) == (second.dtype, second.stride())
+    return second
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_second_call_gives_the_bits_of_the_first(recipe, dtype, bias, looked_up):
+def test_linear_twice(recipe, dtype, bias, looked_up):
     with variants.force("tile"):
         for shape in [(1,), (2,), (70,), (0,), (2, 3), (1, 1, 4), ()]:
             model = layer(recipe, dtype, bias)
-            x = torch.randn(*shape, 96, dtype=dtype)
             model.weight.fast_linear = None
-            first = model(x)
-            looked_up.clear()
-            second = model(x)
-            assert not looked_up
-            assert second.shape == (*shape, 40)
-            assert second.dtype == dtype
-            assert torch.equal(first, second)
+            y = called_twice(model, torch.randn(*shape, 96, dtype=dtype), looked_up, [])
+            assert (y.shape, y.dtype) == ((*shape, 40), dtype)
+
+
+@every_conv
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_twice(name, groups, ndim, dtype, looked_up):
+    model = conv(name, ndim, groups, dtype)
+    prepared = name != "weight-only" or dtype is torch.float32 or groups == 8
+    for images, last in ((1, False), (3, False), (2, True)):
+        x = torch.randn(images, 8, *(9, 7)[:ndim], dtype=dtype)
+        x = x.contiguous(memory_format=torch.channels_last) if last and ndim == 2 else x
+        called_twice(model, x, looked_up, [] if prepared else ["conv"])
+
+
+@every_conv
+def test_images_of_one_pixel_and_one_feature(name):
+    for features, size in ((16, 3), (1, 5), (1, 3)):
+        model = nn.Conv2d(8, features, 3).requires_grad_(False)
+        qtorch.quantize_(model, {"weight": OF_CONVOLUTIONS[name]})
+        x = torch.randn(2, 8, size, size).contiguous(memory_format=torch.channels_last)
+        wanted = functional.conv2d(x, model.weight.dequantize(), model.bias)
+        for y in (model(x), model(x), model(x.contiguous()), model(x.contiguous())):
+            assert qtorch.compute_error(wanted, y) > 20
+
+
+@every_conv
+@pytest.mark.parametrize("groups", [1, 8])
+def test_changes_of_a_convolution_are_seen(name, groups, looked_up):
+    model = conv(name, groups=groups)
+    model(IMAGES), model(IMAGES)
+    looked_up.clear()
+    changes = [
+        lambda: model.bias.add_(1),  # the bias is read on each call
+        lambda: model.weight.copy_(torch.randn_like(model.weight.dequantize())),
+        lambda: model.weight.scale.mul_(2),
+        lambda: model.weight.qdata.share_memory_(),
+        lambda: model.weight.act_scale.mul_(3) if name == "static" else None,
+        lambda: setattr(model, "weight", nn.Parameter(conv(name, groups=groups).weight, False)),
+        lambda: setattr(model, "bias", None),
+    ]
+    for change in changes:
+        change()
+        assert torch.equal(model(IMAGES), copy.deepcopy(model)(IMAGES))
+    for x in (torch.randn(2, 8, 7, 6), IMAGES[:, :, ::2]):
+        assert torch.equal(model(x), copy.deepcopy(model)(x))
+    assert looked_up
+
+
+@every_conv
+@pytest.mark.parametrize("groups", [1, 8])
+def test_other_calls_of_a_convolution_take_the_full_path(name, groups, looked_up):
+    model, x = conv(name, groups=groups), IMAGES
+    y = model(x)
+    looked_up.clear()
+    sizes = {"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": groups}
+    for options in (sizes, {"padding": "same", "groups": groups}):
+        assert torch.equal(functional.conv2d(x, model.weight, model.bias, **options), y)
+    grown = x.clone().requires_grad_()
+    model(grown).sum().backward()
+    assert grown.grad is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    assert len(looked_up) >= 4
+    for wrong in (x.bfloat16(), x.double(), x[:, :4], x.to("meta")):
+        with pytest.raises((ValueError, TypeError)):
+            model(wrong)
+    with pytest.raises((ValueError, TypeError)):
+        functional.conv1d(x, model.weight, model.bias, (1,), (1,), (1,), groups)
+
+
+@pytest.mark.parametrize("make, x, name", [
+    (layer, X, "fast_linear"),
+    *((functools.partial(conv, each), IMAGES, "fast_conv") for each in OF_CONVOLUTIONS),
+])  # fmt: skip
+def test_copies_have_none_of_it(make: Callable[[], nn.Module], x: Tensor, name: str):
+    model = make()
+    model(x)
+    assert getattr(model.weight, name) is not None
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert getattr(other.weight, name) is None
+        assert torch.equal(other(x), model(x))
+    assert name not in model.weight._extra_state()
 
 
 def test_a_matrix_product_has_no_second_call(looked_up):
@@ -194,15 +296,6 @@ def test_a_setting_ends_it(looked_up):
     qtorch.config.strict = False
     model(X)
     assert looked_up == ["linear"] * 4
-
-
-def test_copies_have_none_of_it():
-    model = layer()
-    assert model.weight.fast_linear is not None
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.weight.fast_linear is None
-        assert torch.equal(other(X), model(X))
-    assert "fast_linear" not in model.weight._extra_state()
 
 
 def test_it_keeps_nothing_alive():
