@@ -8,12 +8,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from qtorch import CodebookSpec, LinearSpec, PackedLayout, PerGroup, PerRow, PlainLayout, QuantSpec, ZeroPointDomain
+from qtorch.checkpoint.formats.gguf.block_types import TYPES
 from qtorch.dtypes import AffineQuantizedTensor, LUTQuantizedTensor
+from qtorch.dtypes.base import quantized_type
+from qtorch.dtypes.codebook_tensor import nf4_spec
+from qtorch.dtypes.experts import grouped_linear
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import variants
+from qtorch.kernels.cpu import compiled_library, variants, weight_only
 from qtorch.kernels.cpu.code_values import FLOATS, CodeValues
+from qtorch.kernels.cpu.weight_only import cpu_double_quantized_mm
 from qtorch.primitives import NF4_TABLE, qdtype
 from qtorch.primitives.layouts.packed import can_pack_bits
+from qtorch.recipes.mx import nvfp4_spec
 from tests.fast_part import slow_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.rounding import assert_same_product
@@ -26,15 +32,31 @@ TABLES = {
     "tables of 5 bits": CodebookSpec("uint5"),
     "tables of 8 bits": CodebookSpec("uint8"),
 }
+INT8 = QuantSpec("int8", PerGroup(256), quant_min=-127)
+DOUBLE = {
+    "NF4, twice quantized": nf4_spec(64, 256),
+    "3 bits, twice quantized": CodebookSpec(
+        "uint3", PerGroup(32), TABLES["one table of 3 bits"].table, scale_spec=INT8
+    ),
+    "NVFP4": nvfp4_spec(),
+    "int4, twice quantized": QuantSpec("int4", PerGroup(64), zero_point_domain=ZeroPointDomain.NONE, scale_spec=INT8),
+}
+BLOCKS = {kind.name: kind for kind in TYPES.values() if getattr(kind.spec, "scale_spec", None) is not None}
+"""Of GGUF: scales of both signs, and quantized zero points."""
 SHAPES = [(37, 192), (6, 1024), (5, 160)]
 """(N, K): whole vectors of a packed run in the second alone; the last is no multiple of 64."""
 
 
 def weights(name: str) -> list[Tensor]:
-    if name in TABLES:
-        spec = TABLES[name]
+    if name in TABLES or name in DOUBLE:
+        spec = (TABLES | DOUBLE)[name]
         size = getattr(spec.granularity, "group_size", 1)
-        return [LUTQuantizedTensor.from_float(torch.randn(n, k), spec) for n, k in SHAPES if k % size == 0]
+        return [quantized_type(spec).from_float(torch.randn(n, k), spec) for n, k in SHAPES if k % size == 0]
+    if name in BLOCKS:
+        kind, shape = BLOCKS[name], (40, 1024)
+        data = torch.randint(256, (40 * 1024 // kind.size, kind.nbytes), dtype=torch.uint8)
+        weight = kind.tensor(data.reshape(-1), shape)
+        return [weight[weight.dequantize().isfinite().all(1).nonzero()[0].item() :][:1]]
     layouts = [PlainLayout(), PackedLayout()] if can_pack_bits(qdtype(name)) else [PlainLayout()]
     specs = [
         QuantSpec(name, granularity, zero_point_domain=ZeroPointDomain.NONE) for granularity in (PerRow(), PerGroup(32))
@@ -56,14 +78,22 @@ def test_numbers_of_codes(name: str) -> None:
     assert not has_exponent or found.exponent + found.mantissa + 1 == kind.bits
 
 
-@pytest.mark.parametrize("variant", ["dot", "tile", "float"])
-@pytest.mark.parametrize("name", slow_but((FLOATS[0], "float4_e2m1", "NF4", "tables of 5 bits"), [*FLOATS, *TABLES]))
+KERNELS = {
+    **dict.fromkeys(FLOATS, "cpu_weight_only_mm"),
+    **dict.fromkeys(TABLES, "cpu_lut_mm"),
+    **dict.fromkeys((*DOUBLE, *BLOCKS), "cpu_double_quantized_mm"),
+}
+FAST = (FLOATS[0], "float4_e2m1", "NF4", "tables of 5 bits", "NF4, twice quantized", "NVFP4", "Q3_K", "Q4_K")
+
+
+@pytest.mark.parametrize("variant", ["dot", "fixed", "tile", "float"])
+@pytest.mark.parametrize("name", slow_but(FAST, KERNELS))
 def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
-    kernel = "cpu_lut_mm" if name in TABLES else "cpu_weight_only_mm"
+    kernel = KERNELS[name]
     with variants.force(variant):
         for weight in weights(name):
             exact = weight.dequantize()
-            for rows in (1, 8, 17):
+            for rows in (1, 2, 8, 17):
                 x, bias = torch.randn(rows, weight.shape[1]), torch.randn(weight.shape[0])
                 with record_kernels() as ran:
                     y = functional.linear(x, weight, bias)
@@ -100,6 +130,70 @@ def test_codes_that_are_no_numbers() -> None:
         assert bool(y[:, 1].isposinf().all())
         assert bool(y[:, 4].isnan().all())
         assert bool(y[:, [0, 2, 3, 5]].isfinite().all())
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("name", ["tables of 4 bits", "NF4, twice quantized", "Q4_K"])
+def test_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a slice have their own tables and scales."""
+    monkeypatch.setattr(weight_only, "SLICE_BYTES", 1)
+    spec = (TABLES | DOUBLE).get(name)
+    if spec is None:
+        data = torch.randint(120, (2048, BLOCKS[name].nbytes), dtype=torch.uint8)
+        weight = BLOCKS[name].tensor(data.reshape(-1), (512, 1024))
+    else:
+        weight = quantized_type(spec).from_float(torch.randn(512, 256), spec)
+    x, exact = torch.randn(3, weight.shape[1]), weight.dequantize()
+    with variants.force("float"), record_kernels() as ran:
+        y = functional.linear(x, weight)
+    assert ran[-1].endswith(".float")
+    assert_same_product(y, functional.linear(x, exact), x, exact)
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("name", DOUBLE)
+def test_scales_of_scales_that_change(name: str) -> None:
+    """A layer that was called reads scales that were written to since, as another one would."""
+    weight = weights(name)[-1]
+    x = torch.randn(1, weight.shape[1])
+    before = functional.linear(x, weight)
+    weight.scale_scale.mul_(2)
+    if weight.scale_mean is not None:
+        weight.scale_mean.mul_(2)
+    torch.testing.assert_close(functional.linear(x, weight), 2 * before)
+    assert torch.equal(functional.linear(x, weight), functional.linear(x, weight.clone()))
+
+
+@NEEDS_LIBRARY
+def test_damaged_scales_of_scales() -> None:
+    """Memory that is not there is not read."""
+    weight = weights("NVFP4")[-1]
+    arguments = weight.qdata, weight.shape[0], weight.scale, None, None, True, "float4_e2m1", -6.0, 6.0, "NONE"
+    for scales in (("float8_e4m3fn", 8), ("float8_e4m3fn", 0)):
+        with pytest.raises(ValueError, match="scales in groups of"):
+            cpu_double_quantized_mm(
+                torch.randn(1, weight.shape[1]), *arguments, *scales, True, weight.scale_scale, None, None, None
+            )
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("dtype", ["float4_e2m1", "float8_e4m3fn"])
+def test_experts_and_embeddings(dtype: str) -> None:
+    spec = QuantSpec(dtype, PerGroup(32), zero_point_domain=ZeroPointDomain.NONE)
+    stack = AffineQuantizedTensor.from_float(torch.randn(4, 24, 64), spec)
+    experts, x = torch.tensor([[0, 3], [2, 2], [1, 0]]), torch.randn(3, 64)
+    with record_kernels() as ran:
+        y = grouped_linear(x, stack, experts)
+    assert ran[-1] == f"cpu_experts_mm.{compiled_library.library().instruction_set}"
+    exact = stack.dequantize()[experts.reshape(-1)]
+    rows = x.repeat_interleave(2, 0)
+    expected = (exact @ rows.unsqueeze(2)).squeeze(2)
+    assert bool(((y - expected).abs() <= 1e-5 * (exact.abs() @ rows.abs().unsqueeze(2)).squeeze(2)).all())
+    table, ids = AffineQuantizedTensor.from_float(torch.randn(30, 64), spec), torch.tensor([[3, 29], [0, 3]])
+    with record_kernels() as ran:
+        found = functional.embedding(ids, table)
+    assert ran[-1] == f"cpu_embedding.{compiled_library.library().instruction_set}"
+    assert torch.equal(found, table.dequantize()[ids])
 
 
 def test_tables_of_groups_run_in_torch() -> None:
