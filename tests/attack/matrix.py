@@ -5,8 +5,6 @@ python -m tests.attack.matrix OPERATION RECIPE   one cell
 python -m tests.attack.matrix --write            the table
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

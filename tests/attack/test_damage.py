@@ -3,8 +3,7 @@
 QTORCH_FUZZ is the number of seeded cases of a kind; a failure names the command that repeats it.
 """
 
-from __future__ import annotations
-
+import importlib.util
 import io
 import itertools
 import os
@@ -20,12 +19,15 @@ import torch
 from torch.nn import functional
 
 import qtorch
+from qtorch.checkpoint.save_folder import SAVE_FORMATS
+from qtorch.checkpoint.sources import SOURCES, QtorchSource
 from tests import every_recipe
-from tests.attack import checkpoints, pickles, workers
+from tests.attack import checkpoints, pickles, readers, workers
 from tests.attack.battery import battery
 from tests.attack.damage import Damage
 from tests.attack.moved_memory import CASES
 from tests.attack.sources import NAMES, source
+from tests.movement.holding import through_file
 
 COUNT = int(os.environ.get("QTORCH_FUZZ", "1000"))
 COUNTS = {"pickles": COUNT, "checkpoints": COUNT, "moved_memory": len(CASES)}
@@ -61,7 +63,7 @@ def test_a_checkpoint_that_is_not_damaged(name: str, options: dict[str, bool]) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pickle_that_is_not_damaged(name: str) -> None:
-    assert battery(through_file(source(name))[0]) is None
+    assert battery(through_file(source(name))) is None
 
 
 @pytest.mark.parametrize("damage", dict.fromkeys(checkpoints.DAMAGES), ids=lambda damage: damage.__name__)
@@ -93,20 +95,58 @@ def test_a_dying_process_is_a_failure() -> None:
     """The attack itself: a case that kills its process is found, and the cases after it run."""
     found = workers.failures("tests.attack.dying", 0, 5)
     assert found == [
-        "python -m tests.attack.dying 1: the process died: SIGSEGV",
-        "python -m tests.attack.dying 3: wrong",
-        "python -m tests.attack.dying 4: ZeroDivisionError: division by zero",
-        "python -m tests.attack.dying 4: the process died: exit status 1",
+        "python -m tests.attack.workers 'tests.attack.dying' 1 1: the process died: SIGSEGV",
+        "python -m tests.attack.workers 'tests.attack.dying' 3 1: wrong",
+        "python -m tests.attack.workers 'tests.attack.dying' 4 1: ZeroDivisionError: division by zero",
+        "python -m tests.attack.workers 'tests.attack.dying' 4 1: the process died: exit status 1",
     ]
 
 
+# --- files of every other reader ---
+
+needs_packages = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("gguf", "bitsandbytes"))), reason="needs gguf and bitsandbytes"
+)
+
+
+@pytest.mark.slow
+@needs_packages
+@pytest.mark.parametrize("name", readers.READERS)
+def test_every_seed_of_a_reader(name: str) -> None:
+    """Refused by an error that names the file, in bounded time and memory, or read."""
+    found = workers.failures(f"tests.attack.readers:{name}", 0, max(1, COUNT // 50))
+    assert not found, "\n".join(found)
+
+
+@needs_packages
+def test_every_registered_reader_is_among_them(tmp_path: Path) -> None:
+    """That of `save_quantized` is attacked by `checkpoints`."""
+    seen = {QtorchSource}
+    for name in [*readers.FOLDERS, "gguf"]:
+        readers.READERS[name].make(tmp_path / name)
+        path = tmp_path / name / ("model.gguf" if name == "gguf" else "")
+        seen.add(next(kind for kind in SOURCES if kind.recognizes(path)))
+    assert seen == set(SOURCES)
+    assert {f"unfinished {name}" for name in ("qtorch", *SAVE_FORMATS)} <= readers.READERS.keys()
+
+
+@needs_packages
+def test_damage_to_other_files_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    """And it does damage."""
+    done = []
+    for attempt in range(2):
+        for seed in range(12):
+            folder = tmp_path / f"{attempt}-{seed}" / readers.ROOT
+            folder.mkdir(parents=True)
+            readers.allocation(folder)
+            what, _ = readers.damaged("allocation", seed, folder)
+            done.append((seed, what, readers.contents(folder)))
+    assert done[:12] == done[12:]
+    readers.allocation(tmp_path / "whole")
+    assert sum(files != readers.contents(tmp_path / "whole") for _, _, files in done) > 12
+
+
 # --- pickles that change what was checked ---
-
-
-def through_file(*objects: object) -> list[object]:
-    file = io.BytesIO()
-    torch.save(list(objects), file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def test_the_state_of_a_parameter() -> None:
@@ -115,7 +155,7 @@ def test_the_state_of_a_parameter() -> None:
     with_state = torch._utils._rebuild_parameter_with_state
     arguments = (original, False, None, {"qdata": torch.zeros(1, 256, dtype=torch.int8)})
     try:
-        (loaded,) = through_file(pickles.Reduced(with_state, arguments))
+        loaded = through_file(pickles.Reduced(with_state, arguments))
     except (ValueError, TypeError, pickle.UnpicklingError):
         return
     for rows in (1, 3, 3):

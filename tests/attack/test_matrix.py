@@ -3,8 +3,6 @@
 A row fails too when docs/reference/behaviour.md says something else: `python -m tests.attack.matrix --write`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 import qtorch

@@ -1,6 +1,5 @@
 """The inner tensors of a quantized tensor are those that its scheme says; tests/attack changes them later on."""
 
-import io
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from qtorch.dtypes import QuantizedTensor, base
 from qtorch.primitives.layouts.base import check_inner_tensors
 from qtorch.recipes.base import WeightRecipe
 from tests.every_recipe import NAMES, make
+from tests.movement.holding import through_file
 
 RECIPES = [make(name) for name in ("int8_weight_only", "int4_weight_only", "nf4_weight_only")]
 RECIPES += [make("int8_dynamic_activation_int8_weight"), make("int8_dynamic_activation_int4_weight", 32)]
@@ -31,10 +31,7 @@ class Crafted:
 
 
 def load(*args: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save({"weight": Crafted(*args)}, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)["weight"]
+    return through_file({"weight": Crafted(*args)})["weight"]
 
 
 def arguments(weight: QuantizedTensor, **changes: Any) -> list[Any]:
