@@ -1,5 +1,6 @@
 """Settings of the whole suite: few threads a worker; without a GPU, GPU tests are skipped and Triton interprets."""
 
+import contextlib
 import functools
 import os
 import sys
@@ -98,3 +99,12 @@ def torch_kernels() -> Iterator[None]:
 
     with compiled_library.use(None):
         yield
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def each_library(request: pytest.FixtureRequest) -> Iterator[str]:
+    """With the compiled kernels, where there are any, and without."""
+    from qtorch.kernels.cpu import compiled_library
+
+    with compiled_library.use(None) if request.param == "torch" else contextlib.nullcontext():
+        yield request.param

@@ -3,29 +3,43 @@
 Prints a line when it starts, and at the end the growth of its memory.
 """
 
-from __future__ import annotations
-
+import itertools
 import os
+import random
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import qtorch
+import qtorch.checkpoint.save
 from qtorch.calibration import Nearest, auto, calibrated
+from qtorch.cli import main
+from tests.checkpoint_model import quantized
 
 WIDTH = 96
 
 
 def start(name: str, *arguments: object) -> subprocess.Popen[str]:
     """A process of this file that has started."""
-    command = [sys.executable, "-m", "tests.attack.calls", name, *map(str, arguments)]
+    words = [sys.executable, "-m", "tests.attack.calls", name, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], env=environment, text=True, stdout=subprocess.PIPE
+        words,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert process.stdout is not None
     process.stdout.readline()
@@ -107,6 +121,144 @@ def resume(result: str) -> None:
     end(before)
 
 
+# --- saves ---
+
+
+def constant(value: float, width: int = WIDTH, count: int = 6) -> nn.Sequential:
+    """Layers that are full of a number, some of them quantized."""
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)]).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.fill_(value)
+    if count > 3:
+        qtorch.quantize_(model, {"[0-2]": qtorch.int8_weight_only()})
+    return model
+
+
+def value_in(path: Path, width: int = WIDTH, count: int = 6, mmap: bool = False) -> float:
+    """The number that all weights of the checkpoint are."""
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
+    qtorch.load_quantized(model, path, mmap=mmap)
+    (value,) = {float(value) for layer in model for value in layer.weight.detach().dequantize().unique()}
+    return value
+
+
+def save_forever(path: str, shard_size: str) -> None:
+    """Zeros and ones in turn."""
+    models = [constant(0.0), constant(1.0)]
+    for i in itertools.count():
+        qtorch.save_quantized(models[i % 2], path, max_shard_size=int(shard_size))
+        if i == 0:
+            print("started", flush=True)
+
+
+def save_when_asked(path: str, shard_size: str) -> None:
+    """The number of each line of the input, in a process that the parent of this one kills at a time of its own."""
+    models = [constant(0.0), constant(1.0)]
+    qtorch.save_quantized(models[0], path, max_shard_size=int(shard_size))
+    print("started", flush=True)
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            qtorch.save_quantized(models[int(line)], path, max_shard_size=int(shard_size))
+            os._exit(0)
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def save_and_die(folder: str) -> None:
+    """At every file that is written, and at every one that is moved into place."""
+    for step in range(6):
+        path = Path(folder) / str(step) / "model.safetensors"
+        path.parent.mkdir()
+        qtorch.save_quantized(constant(0.0, 4, 3), path, max_shard_size=1)
+        if not (child := os.fork()):
+            _die_at(*((qtorch.checkpoint.save, "write_file", step) if step < 3 else (os, "replace", step - 3)))
+            qtorch.save_quantized(constant(1.0, 4, 3), path, max_shard_size=1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    print("started", flush=True)
+
+
+def _die_at(owner: Any, name: str, calls: int) -> None:
+    original = getattr(owner, name)
+
+    def dying(*arguments: Any) -> Any:
+        nonlocal calls
+        if not calls:
+            if name == "write_file":
+                Path(arguments[0]).write_bytes(b"half a fi")
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls -= 1
+        return original(*arguments)
+
+    setattr(owner, name, dying)
+
+
+def save_within(path: str, shard_size: str, limits: str) -> None:
+    """In files of at most so many bytes, one limit after another; what the error says."""
+    print("started", flush=True)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for limit in map(int, limits.split(",")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            qtorch.save_quantized(quantized(), path, max_shard_size=int(shard_size))
+        except OSError as error:
+            print(error.errno, str(error).partition(":")[0], flush=True)
+        else:
+            print("saved", flush=True)
+
+
+# --- commands ---
+
+
+def attempt(arguments: list[str], seconds: float | None, largest: int | None) -> str:
+    """Run the command in a fork of this process, which has imported everything."""
+    child = os.fork()
+    if child == 0:
+        if largest is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 1
+        try:
+            status = main(arguments)
+        finally:
+            os._exit(status)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return "killed" if code == -signal.SIGKILL else str(code)
+
+
+def command(how: str, seed: str, times: str, dst: str, *arguments: str) -> None:
+    """A command that is "killed" at random moments, or whose disk is "full"; then it is left to finish.
+
+    Prints, after each attempt, its status ("killed" if it was) and whether `dst` exists.
+    """
+    import transformers
+
+    assert transformers.AutoModelForCausalLM
+    assert transformers.AutoTokenizer
+    print("started", flush=True)
+    chance, path, words = random.Random(seed), Path(dst), list(arguments)
+    begin = time.monotonic()
+    assert attempt(words, None, None) == "0"
+    whole = time.monotonic() - begin
+    sizes = [file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path])]
+    done = 0
+    while done < int(times):
+        if path.exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if how == "killed":
+            said = attempt(words, chance.uniform(0, whole), None)
+        else:
+            said = attempt(words, None, chance.randrange(max(sizes)))
+        done += said != "0"
+        print(said, path.exists(), flush=True)
+    if not path.exists():
+        assert attempt(words, None, None) == "0"
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"quantize": quantize, "calibrate": calibrate, "resume": resume}[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]](*sys.argv[2:])

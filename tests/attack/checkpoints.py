@@ -1,14 +1,11 @@
 """Damaged checkpoints: the header, the file format, the bytes and the shards, each with checksums that fit or not.
 
-``python -m tests.attack.checkpoints SEED`` runs one case and says what it is; `run` is what `workers` calls.
+`run` is what `workers` calls.
 """
-
-from __future__ import annotations
 
 import functools
 import random
 import shutil
-import sys
 import tempfile
 import traceback
 import warnings
@@ -132,12 +129,7 @@ def exchange_files(folder: Path, rng: random.Random) -> tuple[str, bool]:
     return f"{kind}: {path.name}", True
 
 
-DAMAGES: list[damage.Damage] = [
-    *[damage.edit_header] * 6,
-    damage.edit_bytes,
-    damage.edit_tensor,
-    exchange_files,
-]
+DAMAGES: list[damage.Damage] = [*[damage.edit_header] * 6, damage.edit_bytes, damage.edit_tensor, exchange_files]
 """Each says what was done; and whether the right model is the only one that may load, where checksums are verified."""
 
 
@@ -227,7 +219,3 @@ def differs(model: Net, tensors: dict[str, Tensor], y: Tensor) -> str | None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         return None if torch.equal(model(IDS), y) else "computes something else"
-
-
-if __name__ == "__main__":
-    print(run(int(sys.argv[1])) or "nothing is wrong")

@@ -1,10 +1,7 @@
 """Copies, moves, files, and parameters made again."""
 
-from __future__ import annotations
-
 import copy
 import functools
-import io
 import tempfile
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from qtorch.model.install import PreparedModule
 from qtorch.training import TrainingWeight, convert
 from tests.attack.operations import Refused, attempt, inputs, operation, outputs, same
 from tests.attack.subject import K, N, Subject
+from tests.movement.holding import through_file
 
 GROUP = "Copies, moves and files"
 
@@ -26,14 +24,6 @@ def _warm(subject: Subject) -> nn.Linear:
     for _ in range(2):
         outputs(layer)
     return layer
-
-
-def _through_a_file(layer: nn.Linear) -> nn.Linear:
-    """By torch's pickler: Python's own cannot write float8."""
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @operation(GROUP, "`model.to('cpu')`, `float()`, `bfloat16()` while an output is alive")
@@ -124,7 +114,7 @@ def attributes_survive(subject: Subject) -> None:
     if not isinstance(layer.weight, QuantizedTensor):
         return  # a plain parameter, whose attributes torch's own deepcopy leaves out
     assert getattr(copy.deepcopy(layer).weight, "tag", None) == "mine", "lost by deepcopy"
-    assert getattr(_through_a_file(layer).weight, "tag", None) == "mine", "lost by torch.save"
+    assert getattr(through_file(layer, weights_only=False).weight, "tag", None) == "mine", "lost by torch.save"
     if subject.trains:
         return
     with tempfile.TemporaryDirectory() as folder:

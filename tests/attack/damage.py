@@ -4,8 +4,6 @@
 checksums fit again where they are beside what it changes.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,11 +1,8 @@
 """The defaults of the process, dtype and device: they change neither a number nor a place."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
-import io
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +17,7 @@ from qtorch.model.install import PreparedModule
 from qtorch.training import convert
 from tests.attack.operations import Operation, add, inputs
 from tests.attack.subject import FEW, Experts, K, Subject
+from tests.movement.holding import through_file
 
 Scope = Callable[[], AbstractContextManager[object]]
 
@@ -69,11 +67,8 @@ def numbers(subject: Subject, scope: Scope) -> dict[str, Tensor]:
                         parameter.grad = None
         assert x.grad is not None
         found["gradient of x"] = x.grad
-        file = io.BytesIO()
-        torch.save(layer.state_dict(), file)
-        file.seek(0)
         again = copy.deepcopy(layer)
-        again.load_state_dict(torch.load(file, weights_only=True), assign=True)
+        again.load_state_dict(through_file(layer.state_dict()), assign=True)
         found["output of what was loaded"] = again(many)
         if subject.name in FEW:
             found["output of a graph"] = torch.compile(again, backend="aot_eager")(few)

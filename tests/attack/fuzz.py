@@ -7,11 +7,7 @@ import time
 from tests.attack import workers
 from tests.attack.readers import READERS
 
-MODULES = [
-    "tests.attack.checkpoints",
-    "tests.attack.pickles",
-    *(f"tests.attack.readers:{name}" for name in READERS),
-]
+MODULES = ["tests.attack.checkpoints", "tests.attack.pickles", *(f"tests.attack.readers:{name}" for name in READERS)]
 CHUNK = 500
 
 

@@ -4,8 +4,6 @@ Each way is tried on a layer that was never called, on one that has been called 
 one whose float copy is kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -30,7 +28,8 @@ FROZEN = rf"{SPARSE}|frozen|not implemented for|copy_|dequantize|requires a|does
 
 NAMES_A_WAY = r"weight[\s\S]*(assign|dequantize|quantize_)"
 
-Way = Callable[[nn.Linear, Tensor, Subject], object]
+Way = Callable[[nn.Linear, Tensor, Callable[[], nn.Linear]], object]
+"""Of (a layer, the new values, what makes a layer of them)."""
 
 BEFORE = {"never called": (0, 0), "called before": (4, 0), "a float copy is kept": (4, 1 << 26)}
 """(calls, `config.float_copy_bytes`)."""
@@ -47,10 +46,23 @@ def _change(way: Way, values: Callable[[Tensor], Tensor], refuses: str | None, s
             for _ in range(calls):
                 outputs(layer)
             new = values(old)
-            attempt(functools.partial(way, layer, new, subject), layer, refuses)
+            made = functools.partial(subject.fresh, new, subject.layer())
+            attempt(functools.partial(way, layer, new, made), layer, refuses)
             for _ in range(2):
                 got = outputs(layer)
-            _is_that_of(layer, new, values, pristine, got, state, subject)
+            with qtorch.config.patch(float_copy_bytes=0):
+                same(got, outputs(copy.deepcopy(layer)), f"{state}: not the output of a copy of it")
+                before = outputs(pristine)
+                wanted = outputs(subject.fresh(new, pristine))
+                if values is _to_other_row and (
+                    subject.stochastic or not subject.trains
+                ):  # the others keep their codes
+                    wanted = [torch.cat([y[:, :1], y0[:, 1:]], 1) for y, y0 in zip(wanted, before)]
+                bound = 0.4 if subject.stochastic else 2e-5
+                same(got, wanted, f"{state}: not the output of a layer with the new numbers", bound)
+        weight = layer.weight
+        assert tuple(weight.shape) == tuple(new.shape), f"{state}: its shape is {tuple(weight.shape)}"
+        assert weight.requires_grad == pristine.weight.requires_grad, f"{state}: requires_grad has changed"
 
 
 @contextlib.contextmanager
@@ -59,35 +71,6 @@ def _float_copies(memory: int, subject: Subject) -> Iterator[None]:
     forced = memory and subject.family in ("weight-only", "trains in codes")
     with qtorch.config.patch(float_copy_bytes=memory), variants.force("float") if forced else contextlib.nullcontext():
         yield
-
-
-def _is_that_of(
-    layer: nn.Linear,
-    new: Tensor,
-    values: Callable[[Tensor], Tensor],
-    pristine: nn.Linear,
-    got: list[Tensor],
-    state: str,
-    subject: Subject,
-) -> None:
-    with qtorch.config.patch(float_copy_bytes=0):
-        same(got, outputs(copy.deepcopy(layer)), f"{state}: not the output of a copy of it")
-        before = outputs(pristine)
-        wanted = outputs(subject.fresh(new, pristine))
-        if values is _to_other_row and (subject.stochastic or not subject.trains):  # the others keep their codes
-            wanted = [torch.cat([y[:, :1], y0[:, 1:]], 1) for y, y0 in zip(wanted, before)]
-        same(got, wanted, f"{state}: not the output of a layer with the new numbers", _bound(subject))
-    weight = layer.weight
-    assert tuple(weight.shape) == tuple(new.shape), f"{state}: its shape is {tuple(weight.shape)}"
-    assert weight.requires_grad == pristine.weight.requires_grad, f"{state}: requires_grad has changed"
-
-
-def _bound(subject: Subject) -> float:
-    return 0.4 if subject.stochastic else 2e-5
-
-
-def _made(subject: Subject, new: Tensor) -> nn.Linear:
-    return subject.fresh(new, subject.layer())
 
 
 def _to_other(old: Tensor) -> Tensor:
@@ -102,75 +85,67 @@ def _assign_data(layer: nn.Linear, values: Tensor) -> None:
     layer.weight.data = values
 
 
-def _assign_weight(layer: nn.Linear, weight: Tensor) -> None:
-    layer.weight = nn.Parameter(weight.detach(), weight.requires_grad)
+def _assign_weight(layer: nn.Linear, made: nn.Linear) -> None:
+    layer.weight = nn.Parameter(made.weight.detach(), made.weight.requires_grad)
 
 
 def _load(layer: nn.Linear, weight: Tensor, assign: bool = False) -> None:
     layer.load_state_dict({**layer.state_dict(), "weight": weight}, assign=assign)
 
 
-def _stored(subject: Subject, new: Tensor) -> Tensor:
-    return _made(subject, new).state_dict()["weight"]
-
-
-WAYS: dict[str, tuple[str, Way, Callable[[Tensor], Tensor], str | None]] = {
-    "copy_float": ("`p.copy_(x)`, x in floating point", lambda layer, x, _: layer.weight.copy_(x), _to_other, SPARSE),
+WAYS: dict[str, tuple[str, str | None, Way]] = {
+    "copy_float": ("`p.copy_(x)`, x in floating point", SPARSE, lambda layer, x, made: layer.weight.copy_(x)),
     "copy_quantized": (
         "`p.copy_(q)`, q quantized alike",
-        lambda layer, x, subject: layer.weight.copy_(_made(subject, x).weight),
-        _to_other,
         None,
+        lambda layer, x, made: layer.weight.copy_(made().weight),
     ),
-    "copy_detached": ("`p.detach().copy_(x)`", lambda layer, x, _: layer.weight.detach().copy_(x), _to_other, SPARSE),
-    "data_copy": ("`p.data.copy_(x)`", lambda layer, x, _: layer.weight.data.copy_(x), _to_other, SPARSE),
-    "assign_data_float": (
-        "`p.data = x`, x in floating point",
-        lambda layer, x, _: _assign_data(layer, x),
-        _to_other,
-        FROZEN,
-    ),
+    "copy_detached": ("`p.detach().copy_(x)`", SPARSE, lambda layer, x, made: layer.weight.detach().copy_(x)),
+    "data_copy": ("`p.data.copy_(x)`", SPARSE, lambda layer, x, made: layer.weight.data.copy_(x)),
+    "assign_data_float": ("`p.data = x`, x in floating point", FROZEN, lambda layer, x, made: _assign_data(layer, x)),
     "assign_data_quantized": (
         "`p.data = q`, q quantized alike",
-        lambda layer, x, subject: _assign_data(layer, _made(subject, x).weight.data),
-        _to_other,
         FROZEN,
+        lambda layer, x, made: _assign_data(layer, made().weight.data),
     ),
-    "add": ("`p.add_(1)`", lambda layer, x, _: layer.weight.add_(1.0), lambda old: old + 1, FROZEN),
-    "mul": ("`p.mul_(2)`", lambda layer, x, _: layer.weight.mul_(2.0), lambda old: old * 2, FROZEN),
-    "set_row": ("`p[0] = x`", lambda layer, x, _: layer.weight.__setitem__(0, x[0]), _to_other_row, FROZEN),
-    "set_item": ("`p[...] = x`", lambda layer, x, _: layer.weight.__setitem__(..., x), _to_other, FROZEN),
-    "fill": ("`p.fill_(0.5)`", lambda layer, x, _: layer.weight.fill_(0.5), lambda old: old * 0 + 0.5, FROZEN),
-    "zero": ("`p.zero_()`", lambda layer, x, _: layer.weight.zero_(), torch.zeros_like, FROZEN),
-    "set_storage": ("`p.set_(x)`", lambda layer, x, _: layer.weight.set_(x), _to_other, FROZEN),
-    "module_weight": (
-        "`module.weight = nn.Parameter(q)`",
-        lambda layer, x, subject: _assign_weight(layer, _made(subject, x).weight),
-        _to_other,
-        None,
-    ),
+    "add": ("`p.add_(1)`", FROZEN, lambda layer, x, made: layer.weight.add_(1.0)),
+    "mul": ("`p.mul_(2)`", FROZEN, lambda layer, x, made: layer.weight.mul_(2.0)),
+    "set_row": ("`p[0] = x`", FROZEN, lambda layer, x, made: layer.weight.__setitem__(0, x[0])),
+    "set_item": ("`p[...] = x`", FROZEN, lambda layer, x, made: layer.weight.__setitem__(..., x)),
+    "fill": ("`p.fill_(0.5)`", FROZEN, lambda layer, x, made: layer.weight.fill_(0.5)),
+    "zero": ("`p.zero_()`", FROZEN, lambda layer, x, made: layer.weight.zero_()),
+    "set_storage": ("`p.set_(x)`", FROZEN, lambda layer, x, made: layer.weight.set_(x)),
+    "module_weight": ("`module.weight = nn.Parameter(q)`", None, lambda layer, x, made: _assign_weight(layer, made())),
     "load_quantized_state": (
         "`load_state_dict` of the same recipe",
-        lambda layer, x, subject: _load(layer, _stored(subject, x)),
-        _to_other,
         None,
+        lambda layer, x, made: _load(layer, made().state_dict()["weight"]),
     ),
     "assign_quantized_state": (
         "`load_state_dict` of the same recipe, `assign=True`",
-        lambda layer, x, subject: _load(layer, _stored(subject, x), assign=True),
-        _to_other,
         None,
+        lambda layer, x, made: _load(layer, made().state_dict()["weight"], assign=True),
     ),
     "load_float_state": (
         "`load_state_dict` of a float model",
-        lambda layer, x, _: _load(layer, x),
-        _to_other,
         f"{SPARSE}|{NAMES_A_WAY}",
+        lambda layer, x, made: _load(layer, x),
     ),
 }
+"""(title, what an error may say, the change)."""
 
-for _name, (_title, *_arguments) in WAYS.items():
-    add(_name, Operation(GROUP, _title, functools.partial(_change, *_arguments)))
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda old: old + 1,
+    "mul": lambda old: old * 2,
+    "set_row": _to_other_row,
+    "fill": lambda old: old * 0 + 0.5,
+    "zero": torch.zeros_like,
+}
+"""What the old ones become; other numbers in all other ways."""
+
+for _name, (_title, _refuses, _way) in WAYS.items():
+    _run = functools.partial(_change, _way, VALUES.get(_name, _to_other), _refuses)
+    add(_name, Operation(GROUP, _title, _run))
 
 
 # --- others ---

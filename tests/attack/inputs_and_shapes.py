@@ -1,7 +1,5 @@
 """What a layer is called with."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import warnings
@@ -12,8 +10,9 @@ from torch import Tensor, nn
 
 from qtorch import quantize_
 from qtorch.model.install import PreparedModule
-from tests.attack.operations import CLEAR, inputs, operation, outputs, same
+from tests.attack.operations import inputs, operation, outputs, same
 from tests.attack.subject import Experts, K, N, Subject
+from tests.movement.reasons import CLEAR
 
 GROUP = "Inputs"
 

@@ -1,7 +1,5 @@
 """Installs that are interrupted at any line: the model is wholly old or can be gone on with, and every module runs."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import tempfile

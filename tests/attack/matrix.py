@@ -5,8 +5,6 @@ python -m tests.attack.matrix OPERATION RECIPE   one cell
 python -m tests.attack.matrix --write            the table
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -14,7 +12,7 @@ import signal
 import sys
 import time
 import warnings
-from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -48,9 +46,10 @@ def cell(operation: Operation, subject: Subject) -> str:
         return operation.outcome(subject)
 
 
-def row(operation: Operation) -> dict[Subject, str]:
-    """The outcomes for every recipe, or for a few of each family."""
-    subjects = [subject for subject in SUBJECTS if not operation.few or subject.name in FEW]
+def row(operation: Operation, names: Collection[str] = ()) -> dict[Subject, str]:
+    """The outcomes for the recipes of these names; without names for every recipe, or for a few of each family."""
+    names = names or (FEW if operation.few else [subject.name for subject in SUBJECTS])
+    subjects = [subject for subject in SUBJECTS if subject.name in names]
     if operation.may_kill:
         return _in_children(operation, subjects)
     return {subject: cell(operation, subject) for subject in subjects}
@@ -89,13 +88,13 @@ def line(operation: Operation, outcomes: dict[Subject, str]) -> str:
     """A row of the page."""
     cells = []
     for members in families().values():
-        found = [outcomes[subject] for subject in members if subject in outcomes]
-        counts = Counter(found)
-        cells.append("<br>".join(_escape(outcome) for outcome in sorted(counts)))
+        found = {escaped(outcomes[subject]) for subject in members if subject in outcomes}
+        cells.append("<br>".join(sorted(found)))
     return f"| {operation.title} | {' | '.join(cells)} |"
 
 
-def _escape(text: str) -> str:
+def escaped(text: str) -> str:
+    """An outcome as it stands on the page."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

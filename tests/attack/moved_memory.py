@@ -1,10 +1,7 @@
 """Inner tensors that a caller changes after the weight was made; a case is (weight, tensor, change, calls before)."""
 
-from __future__ import annotations
-
 import copy
 import itertools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,15 +12,12 @@ from torch.nn import functional
 
 from qtorch.dtypes import QuantizedTensor
 from qtorch.kernels.linear import reference
-from tests.attack.battery import CLEAR, close
+from tests.attack.battery import close
 from tests.attack.sources import SOURCES, source
+from tests.movement.reasons import CLEAR
 
 Change = Callable[[QuantizedTensor, str, Tensor], object]
 """Of (the weight, the name of an inner tensor, that tensor)."""
-
-
-def _assign_one_row_of_data(weight: QuantizedTensor, name: str, inner: Tensor) -> None:
-    inner.data = inner[:1].clone()
 
 
 CHANGES: dict[str, Change] = {
@@ -40,7 +34,7 @@ CHANGES: dict[str, Change] = {
     "assign one on meta": lambda weight, name, inner: setattr(weight, name, inner.to("meta")),
     "assign text": lambda weight, name, inner: setattr(weight, name, "text"),
     "assign none": lambda weight, name, inner: setattr(weight, name, None),
-    "assign data": _assign_one_row_of_data,
+    "assign data": lambda weight, name, inner: setattr(inner, "data", inner[:1].clone()),
     "free": lambda weight, name, inner: inner.untyped_storage().resize_(0),
     "assign an equal one": lambda weight, name, inner: setattr(weight, name, inner.clone()),
     "assign other numbers": lambda weight, name, inner: setattr(weight, name, inner.flip(0).contiguous()),
@@ -164,9 +158,3 @@ OPERATIONS: dict[str, Operation] = {
     "F.embedding": _embedding,
     "dequantize": _dequantize,
 }
-
-
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(CASES[int(argument)])
-        print(run(int(argument)) or "sound")

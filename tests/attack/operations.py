@@ -7,8 +7,6 @@ An operation works if its function returns; it is refused if it raises a clear e
 def deepcopy(subject: Subject) -> None: ...
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.attack.subject import Subject
-
-CLEAR = (ValueError, TypeError, RuntimeError, NotImplementedError)
-"""Kinds of errors that say something to the caller."""
-
-OPERATIONS: dict[str, Operation] = {}
-"""By the name of the function."""
+from tests.movement.reasons import CLEAR
 
 
 class Refused(Exception):
@@ -63,6 +56,10 @@ class Operation:
         except Exception as error:
             return f"wrong: {type(error).__name__}: {_one_line(error)}"
         return "works"
+
+
+OPERATIONS: dict[str, Operation] = {}
+"""By the name of the function."""
 
 
 def operation(

@@ -1,16 +1,13 @@
 """Damaged pickles of quantized tensors: what `rebuild` is called with, changed in every way that a file can change it.
 
-``python -m tests.attack.pickles SEED`` runs one case and says what it is; `run` is what `workers` calls.
+`run` is what `workers` calls.
 """
-
-from __future__ import annotations
 
 import copy
 import io
 import json
 import pickle
 import random
-import sys
 import traceback
 import warnings
 from collections import OrderedDict
@@ -191,16 +188,8 @@ def flags(arguments: Arguments, pick: random.Random) -> str:
 
 HIDING = ("qdata", "scale", "zero_point", "master", "table", "scheme", "dequantize", "fast_linear", "__class__")
 HIDING += ("__dict__", "linear", "plain", "trains", "shape", "dtype", "data", "grad", "grad_fn", "_is_param", "t")
-HIDING += (
-    "_made",
-    "requires_grad",
-    "_base",
-    "_version",
-    "device",
-    "_backward_hooks",
-    "__torch_function__",
-    "inner_tensors",
-)
+HIDING += ("_made", "requires_grad", "_base", "_version", "device", "_backward_hooks", "__torch_function__")
+HIDING += ("inner_tensors",)
 
 
 def state(arguments: Arguments, pick: random.Random) -> str:
@@ -349,9 +338,3 @@ def _next_to_another(arguments: Arguments, pick: random.Random) -> list[Any]:
 
 
 WRAPPED = [_with_state_of_a_parameter, _as_a_parameter, _as_a_tensor_of_itself, _next_to_another]
-
-
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(damaged(int(argument))[0])
-        print(run(int(argument)) or "sound")

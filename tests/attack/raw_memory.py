@@ -1,7 +1,5 @@
 """Ways to the memory of a tensor: a quantized one has none of its shape, and says so, naming what to do instead."""
 
-from __future__ import annotations
-
 import functools
 import re
 import tempfile

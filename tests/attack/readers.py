@@ -1,12 +1,10 @@
 """Damaged files of every reader beside that of `save_quantized` (see `checkpoints`): what others wrote, and what an
 interrupted call left.
 
-``python -m tests.attack.readers READER SEED`` runs one case and says what it is; `run` is what `workers` calls with the
-module ``tests.attack.readers:READER``. A case may take `SECONDS` of processor time and `MEMORY` beside what the process
-has, raise `ValueError` or `FileNotFoundError` that names the file, and change nothing outside of its folder.
+`run` is what `workers` calls with the module ``tests.attack.readers:READER``. A case may take `SECONDS` of processor
+time and `MEMORY` beside what the process has, raise `ValueError` or `FileNotFoundError` that names the file, and change
+nothing outside of its folder.
 """
-
-from __future__ import annotations
 
 import functools
 import json
@@ -14,7 +12,6 @@ import os
 import random
 import resource
 import shutil
-import sys
 import tempfile
 import time
 import traceback
@@ -69,51 +66,12 @@ class Reader(NamedTuple):
 INT4 = qtorch.int4_weight_only(group_size=32)
 
 
-def gptq(path: Path) -> Path:
-    config = quantized_config("gptq", bits=4, group_size=32, checkpoint_format="gptq_v2")
-    return write(path, test_gptq.layer(4, 3), 1, config)
-
-
-def auto_round(path: Path) -> Path:
-    config = quantized_config("auto-round", bits=4, group_size=32, packing_format="auto_round:gptqmodel")
-    return write(path, test_gptq.layer(4, 3), 1, config)
-
-
-def awq(path: Path) -> Path:
-    return write(path, test_awq.layer(), 1, test_awq.config())
-
-
-def hqq(path: Path) -> Path:
-    return write(path, test_hqq.layer(3), 1, quantized_config("hqq"))
-
-
-def deepseek(path: Path) -> Path:
-    stored = {"layer.weight": test_float8.e4m3(32, 64), "layer.weight_scale_inv": torch.rand(2, 2)}
-    config = quantized_config("fp8", "bfloat16", weight_block_size=[16, 32])
-    return write(path, {**stored, **plain_tensors(64, torch.bfloat16)}, 1, config)
-
-
-def modelopt(path: Path) -> Path:
-    return write(path, test_float8.nvfp4(), 1, quantized_config("modelopt", "bfloat16", quant_algo="NVFP4"))
-
-
 def torchao(path: Path) -> Path:
     parts, attributes = test_torchao.int8()
     entry = {"_type": "Int8Tensor", "_data": attributes}
     tensors = {f"layer._weight_{name}": part for name, part in parts.items()} | plain_tensors(64, torch.bfloat16)
     metadata = {"layer.weight": json.dumps(entry), "tensor_names": json.dumps(["layer.weight"])}
     return write(path, tensors, 1, quantized_config("torchao", "bfloat16"), metadata)
-
-
-def bitsandbytes(path: Path) -> Path:
-    from tests.formats import test_bitsandbytes
-
-    tensors, _ = test_bitsandbytes.layer("nf4", True)
-    return write(path, tensors, 1, quantized_config("bitsandbytes", "bfloat16"))
-
-
-def floats(path: Path) -> Path:
-    return write(path, Layer(32, 64).state_dict(), 2, {"dtype": "float32"})
 
 
 def ours(format: str, path: Path) -> Path:
@@ -123,20 +81,46 @@ def ours(format: str, path: Path) -> Path:
     return path
 
 
-FOLDERS: dict[str, tuple[Callable[[Path], Path], tuple[int, int]]] = {
-    "auto_round": (auto_round, (32, 96)),
-    "awq": (awq, (32, 64)),
-    "bitsandbytes": (bitsandbytes, (24, 128)),
-    "compressed_tensors": (functools.partial(ours, "compressed-tensors"), (32, 64)),
-    "deepseek": (deepseek, (32, 64)),
-    "floats": (floats, (32, 64)),
-    "gptq": (gptq, (32, 96)),
-    "hqq": (hqq, (32, 64)),
-    "modelopt": (modelopt, (32, 64)),
-    "torchao": (torchao, (24, 64)),
-    "transformers": (functools.partial(ours, "transformers"), (32, 64)),
+def bitsandbytes() -> dict[str, Tensor]:
+    from tests.formats import test_bitsandbytes
+
+    return test_bitsandbytes.layer("nf4", True)[0]
+
+
+def deepseek() -> dict[str, Tensor]:
+    stored = {"layer.weight": test_float8.e4m3(32, 64), "layer.weight_scale_inv": torch.rand(2, 2)}
+    return {**stored, **plain_tensors(64, torch.bfloat16)}
+
+
+GPTQ, BF16 = {"bits": 4, "group_size": 32}, "bfloat16"
+WRITTEN: dict[str, tuple[Callable[[], Mapping[str, Tensor]], dict[str, Any]]] = {
+    "auto_round": (
+        lambda: test_gptq.layer(4, 3),
+        quantized_config("auto-round", packing_format="auto_round:gptqmodel", **GPTQ),
+    ),
+    "awq": (test_awq.layer, test_awq.config()),
+    "bitsandbytes": (bitsandbytes, quantized_config("bitsandbytes", BF16)),
+    "deepseek": (deepseek, quantized_config("fp8", BF16, weight_block_size=[16, 32])),
+    "gptq": (lambda: test_gptq.layer(4, 3), quantized_config("gptq", checkpoint_format="gptq_v2", **GPTQ)),
+    "hqq": (lambda: test_hqq.layer(3), quantized_config("hqq")),
+    "modelopt": (test_float8.nvfp4, quantized_config("modelopt", BF16, quant_algo="NVFP4")),
 }
-"""By name: what writes a folder, and the shape of the weight in it. Every registered format but GGUF and the own."""
+
+
+def others(name: str, path: Path) -> Path:
+    tensors, config = WRITTEN[name]
+    return write(path, tensors(), 1, config)
+
+
+SHAPES = {"auto_round": (32, 96), "gptq": (32, 96), "bitsandbytes": (24, 128), "torchao": (24, 64)}
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    **{name: functools.partial(others, name) for name in WRITTEN},
+    "compressed_tensors": functools.partial(ours, "compressed-tensors"),
+    "floats": lambda path: write(path, Layer(32, 64).state_dict(), 2, {"dtype": "float32"}),
+    "torchao": torchao,
+    "transformers": functools.partial(ours, "transformers"),
+}
+"""By name: what writes a folder with a weight of `SHAPES`. Every registered format but GGUF and the own."""
 
 
 def load(shape: tuple[int, int], path: Path, whole: bool) -> str | None:
@@ -331,7 +315,7 @@ def finish_calibration(path: Path, whole: bool) -> str | None:
 
 
 READERS: dict[str, Reader] = {
-    **{name: Reader(make, functools.partial(load, shape)) for name, (make, shape) in FOLDERS.items()},
+    **{name: Reader(make, functools.partial(load, SHAPES.get(name, (32, 64)))) for name, make in FOLDERS.items()},
     "allocation": Reader(allocation, read_allocation),
     "calibration": Reader(calibration, finish_calibration, refuses=False),
     "gguf": Reader(gguf, read_gguf),
@@ -480,7 +464,3 @@ def memory(extra: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-if __name__ == "__main__":
-    print(run(int(sys.argv[2]), sys.argv[1]) or "nothing is wrong")

@@ -1,7 +1,5 @@
 """The columns of the matrix: every recipe that is registered, with small layers to attack."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import TypeVar

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qtorch
 from qtorch import quantize_
+from qtorch.recipes.base import Recipe
 from tests.attack import training_recipes
 from tests.every_recipe import NAMES, make
 
@@ -104,9 +105,13 @@ MODULES: dict[str, Callable[[], nn.Module]] = {cls.__name__: cls for cls in (InL
 MODULES |= {f.__name__: functools.partial(InLoop, f) for f in (data_dependent, printing)}
 
 
+def recipe_of(name: str) -> Recipe:
+    return training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32)
+
+
 def quantized(module: str, name: str) -> nn.Module:
     model = MODULES[module]()
-    quantize_(model, training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32))
+    quantize_(model, recipe_of(name))
     model(torch.randn(8, 64))
     return model.eval()
 
@@ -137,9 +142,15 @@ def gradients(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> l
     return [gradient for gradient in found if gradient is not None]
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "m.compile"])
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("name", ["int8_dynamic_activation_int8_weight", "int8_mixed_precision_training"])
+BREAKS = [
+    pytest.param(name, module, how, marks=() if (module, how) == ("InLoop", "m.compile") else pytest.mark.slow)
+    for name in ("int8_dynamic_activation_int8_weight", "int8_mixed_precision_training")
+    for module in MODULES
+    for how in ("torch.compile", "m.compile")
+]
+
+
+@pytest.mark.parametrize(("name", "module", "how"), BREAKS)
 def test_breaks(name: str, module: str, how: str) -> None:
     check(quantized(module, name), how, "eager")
 
@@ -180,21 +191,22 @@ def test_breaks_around_tables_and_convolutions(kind: str) -> None:
     torch.testing.assert_close(model(x), wanted)
 
 
-@pytest.mark.parametrize(
-    "name", ["int8_weight_only", "int4_weight_only", "nf4_weight_only", "int8_weight_only_quantized_training"]
-)
+SHAPES = ("int4_weight_only", "nf4_weight_only", "int8_weight_only_quantized_training")
+
+
+@pytest.mark.parametrize("name", ["int8_weight_only", *(pytest.param(name, marks=pytest.mark.slow) for name in SHAPES)])
 def test_weights_of_several_shapes_as_arguments(name: str) -> None:
     """No parameters of a module, sizes of tensors become symbols on the second call; metadata is numbers."""
     run = torch.compile(lambda x, w: x @ w.t(), backend="aot_eager", fullgraph=True)
     for n, k in ((64, 64), (96, 64), (64, 96), (128, 128)):
         layer = nn.Linear(k, n, bias=False)
-        quantize_(layer, training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32))
+        quantize_(layer, recipe_of(name))
         x = torch.randn(5, k)
         weight = layer.weight.detach()
         torch.testing.assert_close(run(x, weight), functional.linear(x, weight), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["int8_weight_only", "qat"])
+@pytest.mark.parametrize("name", ["int8_weight_only", pytest.param("qat", marks=pytest.mark.slow)])
 def test_training_step_with_breaks(name: str) -> None:
     """backward() is run outside graphs too."""
     model = quantized("InLoop", name)
@@ -213,25 +225,25 @@ def test_training_step_with_breaks(name: str) -> None:
     torch.testing.assert_close(head.weight.grad, wanted)
 
 
-@pytest.mark.parametrize("dynamic", [True, None, "mark"])
-def test_one_graph_for_all_batch_sizes(dynamic: bool | str | None) -> None:
+@pytest.mark.parametrize("mark", [False, True])
+def test_one_graph_for_all_batch_sizes(mark: bool) -> None:
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
     quantize_(model, qtorch.int8_dynamic_activation_int4_weight(group_size=32))
     counter = CompileCounterWithBackend("aot_eager")
-    run = torch.compile(model, backend=counter, dynamic=True if dynamic is True else None, fullgraph=True)
+    run = torch.compile(model, backend=counter, fullgraph=True)
     for rows in (5, 6, 9, 17, 40):
         x = torch.randn(rows, 64)
-        if dynamic == "mark":
+        if mark:
             torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
-    assert counter.frame_count == (2 if dynamic is None else 1)
+    assert counter.frame_count == (1 if mark else 2)
 
 
-@pytest.mark.parametrize("name", ["int8_weight_only", "qat"])
+@pytest.mark.parametrize("name", ["int8_weight_only", pytest.param("qat", marks=pytest.mark.slow)])
 def test_checkpointing_compiled(name: str) -> None:
     """In eager mode it is a row of the matrix."""
     block = Block()
-    quantize_(block, training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32))
+    quantize_(block, recipe_of(name))
     block(torch.randn(8, 64))
     block.eval()
     x = torch.randn(8, 64)

@@ -1,4 +1,7 @@
-"""Saves that are killed or fail: the old checkpoint whole or the new one, and the next save removes what is left."""
+"""Saves that are killed or fail, and loads beside a save: the old checkpoint whole or the new one, never a mixture.
+
+QTORCH_KILLS is the number of saves that are killed, QTORCH_LOADS that of loads.
+"""
 
 import contextlib
 import errno
@@ -15,11 +18,12 @@ from torch import nn
 
 import qtorch
 from qtorch import checkpoint, load_quantized, save_quantized
+from tests.attack import calls
 from tests.checkpoint_model import SMALL, Model, assert_same, files, quantized
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(qtorch.__file__).parent.parent)}
-
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+KILLS = int(os.environ.get("QTORCH_KILLS", "50"))
+LOADS = int(os.environ.get("QTORCH_LOADS", "150"))
 
 
 @pytest.fixture
@@ -29,107 +33,32 @@ def path(tmp_path: Path) -> Path:
 
 # --- killed ---
 
-KILLED_AT = """
-import os, signal, sys, torch
-from pathlib import Path
-from torch import nn
-import qtorch
-import qtorch.checkpoint.save
-from qtorch import checkpoint
-
-def model(value):
-    return nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)]).requires_grad_(False).apply(
-        lambda m: m.weight.fill_(value) if isinstance(m, nn.Linear) else None)
-
-def kill_after(function, calls):
-    def killing(*args):
-        nonlocal calls
-        if not calls:
-            if function is checkpoint.save.write_file.__wrapped__:
-                Path(args[0]).write_bytes(b"half a fi")
-            os.kill(os.getpid(), signal.SIGKILL)
-        calls -= 1
-        return function(*args)
-    killing.__wrapped__ = function
-    return killing
-
-for step in range(6):
-    folder = Path(sys.argv[1]) / str(step)
-    folder.mkdir()
-    qtorch.save_quantized(model(0.0), folder / "model.safetensors", max_shard_size=1)
-    if not (child := os.fork()):
-        checkpoint.save.write_file = kill_after(checkpoint.save.write_file, step if step < 3 else 99)
-        os.replace = kill_after(os.replace, step - 3 if step >= 3 else 99)
-        qtorch.save_quantized(model(1.0), folder / "model.safetensors", max_shard_size=1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-"""
-
-
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(script, *arguments), check=True, env=ENVIRONMENT, capture_output=True, text=True)
-
-
-def command(script: str, *arguments: object) -> list[str]:
-    return [sys.executable, "-c", script, *map(str, arguments)]
-
-
-def layers() -> nn.Sequential:
-    return nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
-
 
 @pytest.mark.slow
 @needs_fork
 def test_killed_at_every_step(tmp_path: Path) -> None:
     """At every file that is written and every one that is moved into place."""
-    run(KILLED_AT, tmp_path)
+    process = calls.start("save_and_die", tmp_path)
+    process.communicate(timeout=300)
+    assert process.returncode == 0
     for step in range(6):
         target = tmp_path / str(step) / "model.safetensors"
-        model = load_quantized(layers(), target)
-        assert all(bool((layer.weight == 0).all()) for layer in model)
+        assert calls.value_in(target, 4, 3) == 0
         assert len(files(target.parent)) > 3
-        save_quantized(model, target, max_shard_size=1)
+        save_quantized(calls.constant(0.0, 4, 3), target, max_shard_size=1)
         assert len(files(target.parent)) == 3
-
-
-KILLS = int(os.environ.get("QTORCH_KILLS", "50"))
-
-SAVES_FOREVER = """
-import os, signal, sys, torch
-import qtorch
-from torch import nn
-
-path, shard_size = sys.argv[1], int(sys.argv[2])
-models = {}
-for value in (0, 1):
-    layers = [nn.Linear(96, 96, bias=False) for _ in range(6)]
-    for layer in layers:
-        layer.weight.data.fill_(value)
-    models[value] = nn.Sequential(*layers)
-    qtorch.quantize_(models[value], {"[0-2]": qtorch.int8_weight_only()})
-qtorch.save_quantized(models[0], path, max_shard_size=shard_size)
-for line in sys.stdin:
-    # One save, which the parent of this process kills at a time of its own.
-    if not (child := os.fork()):
-        qtorch.save_quantized(models[int(line)], path, max_shard_size=shard_size)
-        os._exit(0)
-    print(child, flush=True)
-    status = os.waitpid(child, 0)[1]
-    print(os.waitstatus_to_exitcode(status), flush=True)
-"""
 
 
 @pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("shard_size", [1, 2**30], ids=["shards", "one file"])
 def test_killed_at_any_time(shard_size: int, path: Path) -> None:
-    """SIGKILL after a random time, from at once to what a save takes; `QTORCH_KILLS` is the number of saves."""
+    """SIGKILL after a random time, from at once to what a save takes."""
     rng = random.Random(shard_size)
-    killed = 0
-    longest = 0.004
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
-    with subprocess.Popen(command(SAVES_FOREVER, path, shard_size), **pipes) as saver:  # type: ignore[call-overload]
-        value = 0
+    killed, longest, value = 0, 0.004, 0
+    with calls.start("save_when_asked", path, shard_size) as saver:
+        assert saver.stdin is not None
+        assert saver.stdout is not None
         for _ in range(KILLS):
             saver.stdin.write(f"{1 - value}\n")
             saver.stdin.flush()
@@ -142,24 +71,52 @@ def test_killed_at_any_time(shard_size: int, path: Path) -> None:
             killed += not finished
             # Halve or grow what is waited for, so that kills fall within the save whatever the machine.
             longest = longest * 0.8 if finished else longest * 1.15
-            found = value_at(path)
+            found = int(calls.value_in(path))
             assert found == 1 - value if finished else found in (0, 1)
             value = found
         saver.stdin.close()
     assert killed > KILLS // 10
-    save_quantized(one_of_ours(), path)
+    save_quantized(calls.constant(0.0), path)
     assert files(path.parent) == ["model.safetensors"]
 
 
-def one_of_ours() -> nn.Sequential:
-    return nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(6)])
+# --- loaded meanwhile ---
 
 
-def value_at(path: Path) -> int:
-    """What all the weights of the checkpoint are."""
-    model = load_quantized(one_of_ours(), path)
-    (value,) = {float(value) for layer in model for value in layer.weight.dequantize().unique()}
-    return int(value)
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_size", [1, 10_000, 2**30])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_never_a_mixture(shard_size: int, mmap: bool, path: Path) -> None:
+    seen: set[float] = set()
+    with calls.start("save_forever", path, shard_size) as saver:
+        try:
+            for attempt in range(100 * LOADS):
+                seen.add(calls.value_in(path, mmap=mmap))
+                if attempt >= LOADS and len(seen) == 2:
+                    break
+        finally:
+            saver.kill()
+    assert seen == {0.0, 1.0}
+
+
+def test_a_root_that_is_replaced_between_its_shards(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save comes when the root was opened and its shards were not: they are gone, the path has a new checkpoint."""
+    old, new = (nn.Linear(8, 8) for _ in range(2))
+    save_quantized(old, path, max_shard_size=1)
+    opened = []
+    parse = qtorch.checkpoint.header.Header.parse
+
+    def saves_first(metadata: dict[str, str]) -> object:
+        if not opened:
+            save_quantized(new, path, max_shard_size=1)
+        opened.append(metadata)
+        return parse(metadata)
+
+    monkeypatch.setattr(qtorch.checkpoint.header.Header, "parse", saves_first)
+    model = load_quantized(nn.Linear(8, 8), path)
+    assert len(opened) == 2
+    assert torch.equal(model.weight, new.weight)
+    assert torch.equal(model.bias, new.bias)
 
 
 # --- errors ---
@@ -191,21 +148,6 @@ def test_failure_while_saving(step: str, times: int, path: Path, monkeypatch: py
 
 # --- a disk that is full ---
 
-LIMITED = """
-import resource, signal, sys, qtorch
-from tests.checkpoint_model import quantized
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for limit in map(int, sys.argv[2].split(",")):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    try:
-        qtorch.save_quantized(quantized(), sys.argv[1], max_shard_size=int(sys.argv[3]))
-    except OSError as error:
-        print(error.errno, str(error).partition(":")[0], flush=True)
-    else:
-        print("saved", flush=True)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
@@ -215,8 +157,8 @@ def test_files_cannot_grow(shard_size: int, path: Path) -> None:
     save_quantized(old, path, max_shard_size=shard_size)
     before = files(path.parent)
     limits = random.Random(0).sample(range(2000), 12)
-    said = run(LIMITED, path, ",".join(map(str, limits)), shard_size).stdout.split("\n")[:-1]
-    assert said == [f"{errno.EFBIG} [Errno {errno.EFBIG}] save_quantized"] * len(limits)
+    said, _ = calls.start("save_within", path, shard_size, ",".join(map(str, limits))).communicate(timeout=300)
+    assert said.splitlines() == [f"{errno.EFBIG} [Errno {errno.EFBIG}] save_quantized"] * len(limits)
     assert_same(load_quantized(Model(), path), old)
     assert files(path.parent) == before
 

@@ -139,12 +139,7 @@ def test_a_product_kept_under_autocast_is_not_used_outside(recipe: Recipe) -> No
 
 def test_gradients_under_autocast() -> None:
     """The weight is fp32, what it meets in the backward bf16."""
-    for recipe in (
-        INT8,
-        int8_mixed_precision_training(),
-        TRAINED_CODES,
-        qat(INT8),
-    ):
+    for recipe in (INT8, int8_mixed_precision_training(), TRAINED_CODES, qat(INT8)):
         model, x = quantized(nn.Linear(64, 64), recipe), torch.randn(4, 64, requires_grad=True)
         if not recipe.trains:
             model.requires_grad_(False)
@@ -207,19 +202,14 @@ def test_recurrent_layers_are_refused_by_name(layer: nn.Module) -> None:
     assert same(before, state_of(model))
 
 
-def test_recurrent_cells_and_attention_run_quantized_kernels() -> None:
-    cell, attention = nn.LSTMCell(32, 32).eval(), nn.MultiheadAttention(32, 2).eval()
-    x = torch.randn(3, 32)
-    for module, inputs, names in (
-        (cell, (x,), ["weight_ih", "weight_hh"]),
-        (attention, (x, x, x), ["in_proj_weight", "out_proj"]),
-    ):
-        wanted = module(*inputs)[0]
-        quantize_(module, dict.fromkeys(names, INT8))
-        with record_kernels() as ran, torch.no_grad():
-            y = module(*inputs)[0]
-        assert sum(name.startswith("linear:") for name in ran) >= 2
-        assert 25 < qtorch.compute_error(wanted, y) < 70
+def test_recurrent_cells_run_quantized_kernels() -> None:
+    cell, x = nn.LSTMCell(32, 32).eval(), torch.randn(3, 32)
+    wanted = cell(x)[0]
+    quantize_(cell, dict.fromkeys(("weight_ih", "weight_hh"), INT8))
+    with record_kernels() as ran, torch.no_grad():
+        y = cell(x)[0]
+    assert sum(name.startswith("linear:") for name in ran) >= 2
+    assert 25 < qtorch.compute_error(wanted, y) < 70
 
 
 @pytest.mark.parametrize(
@@ -306,26 +296,12 @@ def test_no_group_divides() -> None:
 # --- the report and repr ---
 
 
-def test_the_report_begins_with_the_whole_model() -> None:
+def test_the_report_names_alike_what_repeats() -> None:
     model = Moe()
-    total = sum(p.numel() for p in model.parameters())
-    bytes_before = qtorch.get_model_size_in_bytes(model)
-    report = quantize_(model, INT8)
-    share = (2 * 24 * 32 + 8 * 24) / total
-    first = str(report).splitlines()[0]
-    assert first.startswith(
-        f"quantized 3 of 7 weights, {share:.1%} of all parameters; the model: {bytes_before:,} -> "
-        f"{qtorch.get_model_size_in_bytes(model):,} bytes ("
-    )
-    assert first.endswith(
-        f"; left in floating point: layers.*.experts.gate_up_proj ({2 * 4096 / total:.1%}: a bare parameter of "
-        f"Experts; ask for it by name), layers.*.experts.down_proj ({2 * 2048 / total:.1%}: a bare parameter of "
-        "Experts; ask for it by name)"
-    )
-    rest = quantize_(model, {r".*\.(gate_up_proj|down_proj)": INT8})
-    assert rest.quantized_parameters == total - 2 * 24 - 8
-    assert rest.model_bytes_after == qtorch.get_model_size_in_bytes(model)
-    assert "left in floating point" not in str(rest)
+    first = str(quantize_(model, INT8)).splitlines()[0]
+    share = 2 * 4096 / sum(p.numel() for p in model.parameters())
+    assert f"layers.*.experts.gate_up_proj ({share:.1%}: a bare parameter of Experts; ask for it by name)" in first
+    assert "left in floating point" not in str(quantize_(model, {r".*\.(gate_up_proj|down_proj)": INT8}))
 
 
 def test_repr_says_what_is_quantized() -> None:

@@ -1,13 +1,9 @@
 """NaN and infinities are neither lost nor spread: one in a row of the input reaches all of that row's outputs, and no
 bit of another row's. Every recipe and every kernel that is registered, and every way of the compiled ones."""
 
-from __future__ import annotations
-
-import contextlib
 import copy
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,20 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-    PlainLayout,
-    QuantSpec,
-    quantize_,
-)
+import qtorch
+from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerGroup, PerTensor, PerToken, QuantSpec, quantize_
 from qtorch.kernels.cpu import compiled_library, variants
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Kernel, Problem, kernels
@@ -47,18 +31,7 @@ K, N = 256, 64
 every_recipe = pytest.mark.parametrize("name", NAMES)
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def each_library(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With the compiled kernels, and without."""
-    with compiled_library.use(None) if request.param == "torch" else contextlib.nullcontext():
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def damaged(x: Tensor, row: int, column: int, value: float) -> tuple[Tensor, Tensor]:
@@ -149,7 +122,7 @@ INT8, FLOAT8 = QuantSpec("int8", quant_min=-127), QuantSpec("float8_e4m3fn")
 EXTRA_SCHEMES = {
     "int8, percentile": LinearSpec(INT8, QuantSpec("int8", PerToken(), scale_rule=PercentileRule(90.0))),
     "int8, fixed range": LinearSpec(INT8, QuantSpec("int8", PerToken(), scale_rule=FixedRangeRule(-4.0, 4.0))),
-    "float8, tensor": LinearSpec(FLOAT8, QuantSpec("float8_e4m3fn", PerTensor()), layout=PlainLayout()),
+    "float8, tensor": LinearSpec(FLOAT8, QuantSpec("float8_e4m3fn", PerTensor()), layout=qtorch.PlainLayout()),
     "int8, asymmetric tensor": LinearSpec(INT8, QuantSpec("int8", PerTensor(), MappingType.ASYMMETRIC)),
 }
 
@@ -170,7 +143,7 @@ def test_every_kernel(kernel: Kernel, dtype: torch.dtype) -> None:
 
 WEIGHTS = {
     "int8 row": INT8,
-    "int8 asymmetric row": QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC),
+    "int8 asymmetric row": QuantSpec("int8", qtorch.PerRow(), MappingType.ASYMMETRIC),
     "int4 group": QuantSpec("int4", PerGroup(32)),
     "uint4 group": QuantSpec("uint4", PerGroup(64), MappingType.ASYMMETRIC),
 }
@@ -187,7 +160,9 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_way(build: str, name: str, activation: str) -> None:
     spec = WEIGHTS[name]
-    linear_spec = LinearSpec(spec, ACTIVATIONS[activation], layout=PackedLayout() if spec.dtype.bits == 4 else None)
+    linear_spec = LinearSpec(
+        spec, ACTIVATIONS[activation], layout=qtorch.PackedLayout() if spec.dtype.bits == 4 else None
+    )
     weight = AffineQuantizedTensor.from_float(torch.randn(37, 1024), linear_spec)
     for way in ("dot", "tile", "torch", *(("channels",) if ACTIVATIONS[activation] else ("amx", "fixed", "float"))):
         for rows, dtype in ((2, torch.float32), (19, torch.bfloat16)):
@@ -235,7 +210,11 @@ def training_recipes() -> Iterator[tuple[str, object, bool]]:
         yield name, of_training.make(name), name == "lsq"
     yield "float8_training, tensorwise", RECIPES["float8_training"]("tensorwise"), False
     yield "int8 tensors", RECIPES["mixed_precision_training"](fully_quantized(granularity=PerTensor())), False
-    yield "int8 blocks", RECIPES["mixed_precision_training"](fully_quantized(granularity=PerBlock((4, 16)))), False
+    yield (
+        "int8 blocks",
+        RECIPES["mixed_precision_training"](fully_quantized(granularity=qtorch.PerBlock((4, 16)))),
+        False,
+    )
     for name in NAMES:
         yield f"qat {name}", qat(make(name, 32)), False
     yield "qat nvfp4 in fp32", qat(make("nvfp4_dynamic_activation_nvfp4_weight"), compute_dtype=torch.float32), False

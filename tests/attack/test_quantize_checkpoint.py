@@ -3,8 +3,6 @@
 QTORCH_CHECKPOINT_MB=2048 and QTORCH_KILLS=20 make the checkpoint and the number of kills larger.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -20,7 +18,6 @@ from tests.attack import calls
 from tests.cli.tiny import WORDS, save_llama
 from tests.float_checkpoints import save_shards
 
-ROOT = Path(__file__).parents[2]
 MEGABYTES = int(os.environ.get("QTORCH_CHECKPOINT_MB", "256"))
 KILLS = int(os.environ.get("QTORCH_KILLS", "3"))
 
@@ -150,15 +147,14 @@ def test_commands_write_all_or_nothing(name: str, how: str, tmp_path: Path) -> N
         if kind == "wanted":
             assert main(command) == 0
         else:
-            process = [sys.executable, "-m", "tests.attack.command_process", how, "0", str(KILLS), command[2], *command]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(process, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=900)
-            assert done.returncode == 0, done.stderr[-3000:]
-            said = [line.split() for line in done.stdout.splitlines()]
+            process = calls.start("command", how, 0, KILLS, command[2], *command)
+            out, err = process.communicate(timeout=900)
+            assert process.returncode == 0, err[-3000:]
+            said = [line.split() for line in out.splitlines()]
             assert sum(status != "0" for status, _ in said) >= KILLS
             if how == "full":
                 assert all(exists == str(status == "0") for status, exists in said)
-                assert "Traceback" not in done.stderr
+                assert "Traceback" not in err
         found[kind] = files(tmp_path / kind)
     assert found[how] == found["wanted"]
 

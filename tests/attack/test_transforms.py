@@ -65,15 +65,6 @@ def test_vmap_gives_what_a_loop_gives(name: str) -> None:
 
 
 @every
-def test_gradients_of_the_input(name: str) -> None:
-    model, x = model_of(name), torch.randn(3, 64)
-    wanted = gradient(model, x)
-    close(grad(energy(model))(x), wanted)
-    close(vjp(energy(model), x)[1](torch.ones(()))[0], wanted)
-    close(torch.func.grad_and_value(energy(model))(x)[1], energy(model)(x))
-
-
-@every
 def test_gradients_per_example(name: str) -> None:
     model, x = model_of(name), torch.randn(3, 64)
     wanted = torch.stack([gradient(model, row) for row in x])

@@ -1,7 +1,5 @@
 """torch.compile, torch.export and torch.func."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -7,8 +7,6 @@ SIGSEGV say, that case has failed and the next child goes on after it. Only what
 ``[seed, what]`` a line, and the number of cases last.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -42,8 +40,7 @@ def failures(module: str, first: int, count: int) -> list[str]:
     if done.returncode or not lines or json.loads(lines[-1]) != count:
         raise RuntimeError(f"{' '.join(command)} did not finish (status {done.returncode}): {done.stdout[-2000:]}")
     found = [json.loads(line) for line in lines[:-1]]
-    name, _, part = module.partition(":")
-    return [f"python -m {name} {repr(part) + ' ' if part else ''}{seed}: {what}" for seed, what in found]
+    return [f"python -m tests.attack.workers {module!r} {seed} 1: {what}" for seed, what in found]
 
 
 def main(name: str, first: int, count: int) -> None:

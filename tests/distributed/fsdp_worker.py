@@ -1,7 +1,5 @@
 """One rank of `test_two_processes`: sharded models give what the same models give in one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -14,20 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from qtorch import (
-    AffineQuantizedTensor,
-    PerBlock,
-    QuantSpec,
-    compute_error,
-    int8_weight_only,
-    nf4_weight_only,
-    quantize_,
-)
+import qtorch
+from qtorch import AffineQuantizedTensor, PerBlock, QuantSpec, int8_weight_only, nf4_weight_only, quantize_
 from qtorch.primitives import qdtype
-from qtorch.training import convert, int8_mixed_precision_training, int8_weight_only_quantized_training
+from qtorch.training import convert
 from tests import every_recipe
 from tests.attack import training_recipes
 from tests.distributed.processes import worker
+from tests.movement.across import sharded_like_whole
+from tests.movement.kinds import BY_NAME
 
 
 def build(recipe: Any, rows: int, seed: int = 0) -> nn.Sequential:
@@ -130,37 +123,6 @@ def check_gradients() -> None:
             )
 
 
-def check_uneven_training() -> None:
-    """Shards of weights in training may differ in size."""
-    rank = dist.get_rank()
-    for recipe in (int8_mixed_precision_training(), int8_weight_only_quantized_training()):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 97), nn.GELU(), nn.Linear(97, 33))
-        quantize_(model, recipe)
-        whole = copy.deepcopy(model)
-        for layer in (model[0], model[2]):
-            fully_shard(layer)
-        fully_shard(model)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole)]
-        losses = []
-        for step in range(4):
-            x = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(step))
-            loss = model(x[rank]).square().mean()
-            loss.backward()
-            halves = sum(whole(part).square().mean() for part in x) / 2
-            halves.backward()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            losses.append((total.item() / 2, halves.item()))
-            torch.manual_seed(step)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert abs(losses[0][0] - losses[0][1]) < 1e-6 * losses[0][1], losses
-        assert all(abs(a - b) < 0.02 * losses[0][1] for a, b in losses), losses
-        assert losses[-1][0] < 0.9 * losses[0][0], losses
-
-
 def check_recipes_of_training() -> None:
     """In TorchTitan's order: built on the meta device, quantized, sharded, materialized, initialized. Recipes that need
     values refuse weights without, and all refuse what is sharded, by name."""
@@ -192,7 +154,7 @@ def check_recipes_of_training() -> None:
         y = model(x[rank])
         y.square().mean().backward()
         with torch.no_grad():
-            assert compute_error(whole(x[rank]), y) > 100, name
+            assert qtorch.compute_error(whole(x[rank]), y) > 100, name
         (sum(whole(part).square().mean() for part in x) / 2).backward()
         for got, wanted in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(got.grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-6)
@@ -207,13 +169,23 @@ CHECKS = [
     check_other_forms,
     check_loading,
     check_gradients,
-    check_uneven_training,
 ]
 
 
+OF_A_MESH = ("int8_weight_only", "nf4_weight_only", "int8, a convolution", "int8_mixed_precision_training")
+OF_A_MESH += ("bitnet_training", "int8_weight_only_quantized_training", "qat")
+
+
 def main() -> None:
-    for check in CHECKS:
-        check()
+    if dist.get_world_size() == 2:
+        for check in CHECKS:
+            check()
+        return
+    # Two replicas of two shards.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    for kind in map(BY_NAME.__getitem__, OF_A_MESH):
+        for rows in kind.rows:
+            sharded_like_whole(kind, rows, mesh)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ Each action runs for every optimizer, in a folder of its own. Actions, in the or
     back (2)       loads FOLDER/one and trains on: the final parameters are those of `start`
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from qtorch.dtypes.blocked_tensor import BlockedTensor
 from tests.distributed.processes import worker
-from tests.training.optim.training import ALL, train
+from tests.training.small_model import ALL, train
 
 CUT, STEPS = 3, 6
 

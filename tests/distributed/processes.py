@@ -1,7 +1,5 @@
 """Two gloo processes for a test: `run` starts a worker in both, `worker` is its main function."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

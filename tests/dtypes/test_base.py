@@ -15,15 +15,9 @@ from qtorch import AffineQuantizedTensor
 from qtorch.dtypes.copying import rebuild
 from qtorch.kernels.registry import deregister, register
 from tests.dtypes.specs import SPECS, quantized
+from tests.movement.holding import through_file
 
 all_specs = pytest.mark.parametrize("name", SPECS)
-
-
-def through_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def through_pickle(value: Any) -> Any:

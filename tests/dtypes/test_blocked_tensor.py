@@ -1,7 +1,5 @@
 """BlockedTensor: any size and shape, written, moved, saved and sharded between blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,45 +1,25 @@
-"""LUTQuantizedTensor does what AffineQuantizedTensor does: kernels, gradients, copies, views, files, the compiler."""
+"""What LUTQuantizedTensor has of its own: tables, sizes, kernels. The tests over all schemes run on it too."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._dynamo.utils import counters
+from torch import nn
 from torch.nn import functional
 
-from qtorch import (
-    CodebookSpec,
-    LinearSpec,
-    LUTQuantizedTensor,
-    PackedLayout,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PlainLayout,
-    QuantSpec,
-    compute_error,
-    config,
-    explain,
-)
+from qtorch import LinearSpec, LUTQuantizedTensor, PackedLayout, PlainLayout, QuantSpec, compute_error, config, explain
 from qtorch.dtypes import NF4Tensor, linear_nf4, to_nf4
 from qtorch.dtypes.codebook_tensor import nf4_spec
 from qtorch.dtypes.serialize import from_canonical, to_canonical
-from qtorch.kernels import FallbackError, lookup, record_kernels
+from qtorch.kernels import FallbackError, lookup
 from qtorch.kernels.ops.weight_only_mm import SLICE_BYTES
+from tests.dtypes import specs
+from tests.dtypes.specs import DTYPES
+from tests.dtypes.specs import LUTS as SPECS
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
 from qtorch.kernels.registry import Problem, candidates
 
-SPECS = {
-    "nf4": nf4_spec(),
-    "nf4 single": nf4_spec(16, None),
-    "3 bits group": CodebookSpec("uint3", PerGroup(32)),
-    "2 bits row": CodebookSpec("uint2", PerRow()),
-    "4 bits block": CodebookSpec("uint4", PerBlock((8, 64))),
-    "8 bits block": CodebookSpec("uint8", PerBlock((8, -1))),
-}
 # SQNR in dB of normal numbers: at least, at most.
 SQNR = {
     "nf4": (19.5, 22),
@@ -49,20 +29,12 @@ SQNR = {
     "4 bits block": (20, 22),
     "8 bits block": (46, 56),
 }
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-EXACT = {torch.float32: 120, torch.float16: 60, torch.bfloat16: 42}
 
 every_spec = pytest.mark.parametrize("name", SPECS)
 
 
 def quantized(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> LUTQuantizedTensor:
-    return LUTQuantizedTensor.from_float(torch.randn(shape or (32, 128), dtype=dtype), SPECS[name])
-
-
-def layer(name: str, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    module = nn.Linear(128, 32, dtype=dtype)
-    module.weight = nn.Parameter(quantized(name, dtype=dtype), requires_grad=False)
-    return module
+    return specs.quantized(name, *(shape or (32, 128)), dtype=dtype)
 
 
 @every_spec
@@ -103,23 +75,6 @@ def test_size(name: str, bits: float) -> None:
 
 
 @every_spec
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_and_its_gradient(name: str, dtype: torch.dtype) -> None:
-    w, bias = quantized(name, dtype=dtype), torch.randn(32, dtype=dtype)
-    d, x = w.dequantize(), torch.randn(2, 3, 128, dtype=dtype, requires_grad=True)
-    with record_kernels() as ran:
-        y = functional.linear(x, w, bias)
-    assert ran == ["linear:lut_weight_mm", "lut_weight_mm"]
-    assert y.dtype == dtype
-    assert compute_error(functional.linear(x, d, bias), y) > EXACT[dtype]
-    grad = torch.randn_like(y)
-    with record_kernels() as ran:
-        y.backward(grad)
-    assert ran == ["linear:lut_weight_mm", "lut_weight_mm"]
-    assert compute_error(grad @ d, x.grad) > EXACT[dtype]
-
-
-@every_spec
 def test_slices_of_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several slices, the last one shorter, both ways around."""
     monkeypatch.setitem(SLICE_BYTES, "cpu", 4 * 128 * 11)
@@ -130,70 +85,12 @@ def test_slices_of_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @every_spec
-def test_products(name: str) -> None:
-    w, experts = quantized(name), quantized(name, 2, 32, 128)
-    x, xe = torch.randn(3, 128), torch.randn(2, 3, 128)
-    products: list[tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]] = [
-        (lambda x, w: x @ w.t(), w, x),
-        (lambda x, w: w @ x.t(), w, x),
-        (lambda x, w: torch.addmm(torch.ones(32), x, w.t()), w, x),
-        (lambda x, w: torch.bmm(x, w.mT), experts, xe),
-        (lambda x, w: torch.einsum("bk,nk->bn", x, w), w, x),
-        (lambda x, w: torch.matmul(x[0], w.t()), w, x),
-    ]
-    for product, q, input in products:
-        with record_kernels() as ran:
-            y = product(input, q)
-        assert set(ran) == {"linear:lut_weight_mm", "lut_weight_mm"}
-        torch.testing.assert_close(y, product(input, q.dequantize()))
-
-
-@every_spec
 def test_the_reference_agrees(name: str) -> None:
     w, x, ids = quantized(name), torch.randn(3, 128), torch.tensor([[1, 31], [0, 1]])
     for op, input, bias in (("linear", x, (None,)), ("embedding", ids, ())):
         kernels = [k for k, reason in candidates(Problem(op, w.scheme, x.dtype, "cpu")) if reason is None]
         assert [k.is_reference for k in kernels] == [False, True]
         torch.testing.assert_close(kernels[0](input, w, *bias), kernels[1](input, w, *bias))
-
-
-@every_spec
-def test_embedding(name: str) -> None:
-    w, ids = quantized(name), torch.tensor([[1, 31], [0, 1]])
-    for table in (w, w.to_layout(PlainLayout())):
-        with record_kernels() as ran:
-            y = functional.embedding(ids, table)
-        assert ran == ["embedding:gather_lut_rows"]
-        assert torch.equal(y, w.dequantize()[ids])
-
-
-@every_spec
-def test_views(name: str) -> None:
-    w = quantized(name, 32, 128)
-    views: list[Callable[[Tensor], Tensor]] = [
-        lambda t: t.t(),
-        lambda t: t.t().t(),
-        lambda t: t[8:24],
-        lambda t: t[5],
-        lambda t: t.t()[:, 3],
-        lambda t: t.t()[64:].t(),
-        lambda t: t.view(2, 16, 128)[1],
-        lambda t: t.view(2, 16, 128).transpose(1, 2)[0],
-        lambda t: t.unsqueeze(0).squeeze(0),
-        lambda t: t.split(16)[1],
-        lambda t: torch.cat([t, t]),
-        lambda t: t.clone(),
-        lambda t: t.detach(),
-    ]
-    if "block" not in name:
-        views += [
-            lambda t: t.index_select(0, torch.tensor([5, 1, 5])),
-            lambda t: t[torch.tensor([5, 1])],
-            lambda t: t[::3],
-            lambda t: t.unbind()[2],
-        ]
-    for view in views:
-        assert torch.equal(view(w).dequantize(), view(w.dequantize()))
 
 
 def test_rows_and_transposes_stay_packed() -> None:
@@ -236,37 +133,9 @@ def test_copy_and_allocate(name: str) -> None:
     assert torch.empty_like(w, device="meta").shape == w.shape
 
 
-@pytest.mark.parametrize("name", ["nf4", "2 bits row"])
-@pytest.mark.parametrize("grad", [False, True])
-def test_compiles_to_one_graph(name: str, grad: bool) -> None:
-    module = layer(name)
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
-    counters.clear()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for batch in (7, 3, 33):
-            x = torch.randn(batch, 128, requires_grad=grad)
-            z = x.detach().requires_grad_(grad)
-            eager = module(x)
-            with record_kernels() as ran:
-                y = compiled(z)
-                if grad:
-                    y.square().sum().backward()
-            assert ran == ["lut_weight_mm"] * (1 + grad)
-            assert torch.equal(eager, y)
-            if grad:
-                eager.square().sum().backward()
-                assert torch.equal(x.grad, z.grad)
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.slow
-def test_inductor() -> None:
-    module, x = layer("nf4", torch.bfloat16), torch.randn(3, 128, dtype=torch.bfloat16)
-    assert compute_error(module(x), torch.compile(module, fullgraph=True)(x)) > 40
-
-
 def test_explain_and_strict() -> None:
-    module = layer("nf4")
+    module = nn.Linear(128, 32)
+    module.weight = nn.Parameter(quantized("nf4"), requires_grad=False)
     explanation = str(explain(module))
     assert "runs lut_weight_mm" in explanation
     assert "not weight_only_mm: " in explanation
@@ -314,23 +183,19 @@ def test_importance_is_for_kmeans() -> None:
 def test_errors_name_what_they_got() -> None:
     w = quantized("2 bits row")
     codes, scale, table = w.plain()
-    with pytest.raises(TypeError, match=r"floating-point tensor, got torch\.int64"):
-        LUTQuantizedTensor.from_float(torch.ones(2, 2, dtype=torch.long), SPECS["nf4"])
-    with pytest.raises(ValueError, match="takes a CodebookSpec and no activation, got weight int8"):
-        LUTQuantizedTensor.from_float(torch.ones(2, 2), QuantSpec("int8"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"no activation, got weight uint4 NF4.*dynamic activation int8"):
-        LUTQuantizedTensor.from_float(torch.ones(2, 64), LinearSpec(SPECS["nf4"], QuantSpec("int8")))
-    with pytest.raises(ValueError, match="no product with quantized activations, got int8"):
-        w.with_activation(QuantSpec("int8"))
-    with pytest.raises(ValueError, match=r"table of .* has shape \(32, 1, 4\) of floating point, got \(4,\)"):
-        w.with_plain((codes, scale, table[0, 0]))
-    with pytest.raises(ValueError, match=r"scale of .* has shape \(32, 1\) of floating point, got \(1, 1\)"):
-        w.with_plain((codes, scale[:1], table))
-    with pytest.raises(ValueError, match=r"of torch\.uint8, got \(32, 128\) of torch\.int8"):
-        w.with_plain((codes.to(torch.int8), scale, table))
-    with pytest.raises(ValueError, match="cuts blocks of 16"):
-        quantized("nf4 single")[:, 8:24]
-    with pytest.raises(ValueError, match="cat joins tensors quantized alike"):
-        torch.cat([quantized("nf4"), quantized("nf4 single")])
+    make, ones = LUTQuantizedTensor.from_float, torch.ones(2, 64)
+    for call, words in (
+        (lambda: make(ones.long(), SPECS["nf4"]), r"floating-point tensor, got torch\.int64"),
+        (lambda: make(ones, QuantSpec("int8")), "takes a CodebookSpec and no activation, got weight int8"),
+        (lambda: make(ones, LinearSpec(SPECS["nf4"], QuantSpec("int8"))), r"weight uint4 NF4.*dynamic activation int8"),
+        (lambda: w.with_activation(QuantSpec("int8")), "no product with quantized activations, got int8"),
+        (lambda: w.with_plain((codes, scale, table[0, 0])), r"\(32, 1, 4\) of floating point, got \(4,\)"),
+        (lambda: w.with_plain((codes, scale[:1], table)), r"scale of .* \(32, 1\) of floating point, got \(1, 1\)"),
+        (lambda: w.with_plain((codes.to(torch.int8), scale, table)), r"uint8, got \(32, 128\) of torch\.int8"),
+        (lambda: quantized("nf4 single")[:, 8:24], "cuts blocks of 16"),
+        (lambda: torch.cat([quantized("nf4"), quantized("nf4 single")]), "cat joins tensors quantized alike"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            call()
     assert not functional.linear(torch.ones(1, 128), nn.Parameter(w)).requires_grad
     assert replace(w.scheme) == w.scheme

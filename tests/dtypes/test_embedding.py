@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from qtorch import compute_error, nf4_weight_only
+from qtorch import LUTQuantizedTensor, compute_error
 from qtorch.kernels import record_kernels
 from qtorch.kernels.registry import Problem, choose
-from tests.dtypes.specs import DTYPES, SPECS, quantized
+from tests.dtypes.specs import DTYPES, LUTS, SPECS, quantized
 from tests.rounding import EXTRA, gamma
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -25,11 +25,13 @@ GATHER = {"plain": "gather_rows", "packed": "gather_packed_rows", "semi_sparse":
 
 def kernel_of(table: Tensor) -> str:
     """What runs: of a layout that is not named here, what is registered for it."""
+    if isinstance(table, LUTQuantizedTensor):
+        return "embedding:gather_lut_rows"
     layout = table.scheme.layout.name
     return f"embedding:{GATHER.get(layout) or choose(Problem('embedding', table.scheme, table.dtype, 'cpu')).name}"
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [*SPECS, *LUTS])
 def test_embedding(name: str) -> None:
     table, ids = quantized(name), torch.tensor([[0, 31, 5], [7, 7, 0]])
     with record_kernels() as ran:
@@ -108,18 +110,22 @@ def test_a_lookup_reads_only_the_rows_asked_for() -> None:
     assert functional.embedding_bag(IDS, table, OFFSETS).isfinite().all()
 
 
+BAGS = [("sum", None), ("sum", 3), ("max", 3)]
+
+
 def test_the_table_is_frozen() -> None:
     table = nn.Parameter(quantized("int8 row"))
     for y in (functional.embedding(IDS, table), functional.embedding_bag(IDS, table, OFFSETS)):
         assert not y.requires_grad
 
 
-@pytest.mark.parametrize("name", ["int8 row", "uint4 group, packed", "nf4"])
-@pytest.mark.parametrize(("mode", "padding_idx"), [("sum", None), ("sum", 3), ("mean", 3), ("max", 3)])
+@pytest.mark.parametrize("name", ["int8 row", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("mode", "padding_idx"), [("mean", 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in BAGS)]
+)
 def test_bags_in_one_graph(name: str, mode: str, padding_idx: int | None) -> None:
-    table = nf4_weight_only().apply(torch.randn(32, 64)) if name == "nf4" else quantized(name)
     layer = nn.EmbeddingBag(32, 64, mode=mode, padding_idx=padding_idx)
-    layer.weight = nn.Parameter(table, requires_grad=False)
+    layer.weight = nn.Parameter(quantized(name), requires_grad=False)
     counter, first = CompileCounterWithBackend("aot_eager"), 0
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     for ids, offsets in [(IDS, OFFSETS), (IDS[:5], OFFSETS[:3]), (IDS.repeat(9), torch.arange(0, 72, 6))]:

@@ -6,16 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    MappingType,
-    PerBlock,
-    PerTensor,
-    QuantSpec,
-    ZeroPointDomain,
-    compute_error,
-    fpx_weight_only,
-)
+import qtorch
+from qtorch import AffineQuantizedTensor, MappingType, PerBlock, PerTensor, QuantSpec, ZeroPointDomain, compute_error
 from qtorch.dtypes import (
     to_affine_quantized_floatx,
     to_affine_quantized_floatx_static,
@@ -125,7 +117,7 @@ def test_floatx_static_reproduces_the_dynamic_one_from_its_scales(target: torch.
 def test_fpx_is_what_the_recipe_makes(ebits: int, mbits: int) -> None:
     x = torch.randn(32, 64)
     w = to_affine_quantized_fpx(x, ebits, mbits)
-    wanted = fpx_weight_only(ebits, mbits).apply(x)
+    wanted = qtorch.fpx_weight_only(ebits, mbits).apply(x)
     assert w.scheme == wanted.scheme
     assert torch.equal(w, wanted)
     assert w.qdata.nbytes * 8 == (1 + ebits + mbits) * x.numel()

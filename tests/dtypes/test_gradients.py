@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qtorch import AffineQuantizedTensor, compute_error
 from qtorch.kernels import record_kernels
-from tests.dtypes.specs import DTYPES, SPECS, WEIGHT_ONLY, quantized
+from tests.dtypes.specs import DTYPES, LUTS, SPECS, WEIGHT_ONLY, quantized
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -26,7 +26,7 @@ def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [*SPECS, *LUTS])
 def test_input_and_bias(name: str, dtype: torch.dtype) -> None:
     w = quantized(name, dtype=dtype)
     d, x, bias = w.dequantize(), torch.randn(2, 3, 64, dtype=dtype), torch.randn(32, dtype=dtype)
@@ -37,7 +37,7 @@ def test_input_and_bias(name: str, dtype: torch.dtype) -> None:
         assert compute_error(b, a) > {torch.float32: 120, torch.float16: 60, torch.bfloat16: 42}[dtype]
 
 
-@pytest.mark.parametrize("name", WEIGHT_ONLY)
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, *LUTS])
 def test_every_product(name: str) -> None:
     w, experts = quantized(name), quantized(name, 2, 32, 64)
     x, xe = torch.randn(3, 64), torch.randn(2, 3, 64)

@@ -9,8 +9,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerTensor, QuantSpec
-from qtorch.dtypes.serialize import Entry, from_canonical, to_canonical
-from qtorch.primitives import from_json
+from qtorch.dtypes.serialize import Entry, from_canonical, pack_to_int32, to_canonical, unpack_from_int32
+from qtorch.primitives import QDType, from_json, qdtype
 from tests.dtypes.specs import ASYMMETRIC, DTYPES, SPECS, quantized
 
 
@@ -48,6 +48,31 @@ def test_packed_codes_take_their_bits(bits: int) -> None:
     assert tensors["w_packed"].nbytes == 8 * 64 * bits // 8
     # int32 where compressed-tensors has a format.
     assert tensors["w_packed"].dtype == (torch.int32 if bits in (1, 2, 4) else torch.uint8)
+
+
+WORDS = [qdtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize("dtype", WORDS, ids=str)
+def test_the_first_code_is_in_the_lowest_bits(dtype: QDType) -> None:
+    count = 32 // dtype.bits
+    codes = torch.randint(int(dtype.quant_min), int(dtype.quant_max) + 1, (5, count)).to(dtype.storage)
+    words = pack_to_int32(codes, dtype)
+    for row, word in zip(codes.tolist(), words.flatten().tolist()):
+        number = sum((code - int(dtype.quant_min)) << (dtype.bits * i) for i, code in enumerate(row))
+        assert word % 2**32 == number
+
+
+def test_a_word_written_out() -> None:
+    codes = torch.tensor([-8, -7, -6, -5, -4, -3, -2, 7], dtype=torch.int8)
+    assert pack_to_int32(codes, qdtype("int4")).item() == 0xF6543210 - 2**32
+    assert pack_to_int32(codes[:3], qdtype("int4")).item() == 0x210
+
+
+def test_padding_is_zero_bits() -> None:
+    packed = pack_to_int32(torch.full((1, 3), 7, dtype=torch.int8), qdtype("int4"))
+    padding = unpack_from_int32(packed, qdtype("int4"), 8)[0, 3:]
+    assert torch.equal(padding, torch.full((5,), -8, dtype=torch.int8))
 
 
 def test_names_are_those_of_compressed_tensors() -> None:

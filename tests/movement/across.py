@@ -1,9 +1,15 @@
-"""Movements between two processes. Each function runs on both ranks; what it compares with is made on each."""
+"""Movements between two processes. Each function runs on both ranks; what it compares with is made on each.
 
-from __future__ import annotations
+`table` starts this file on each rank: python -m torch.distributed.run ... across.py RESULT MOVEMENT ...
+"""
 
 import copy
+import functools
+import itertools
+import json
 import tempfile
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +27,10 @@ from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.tensor_parallel import ColwiseParallel, RowwiseParallel
 from qtorch.training import MasterWeight
+from tests.distributed.processes import worker
 from tests.movement.holding import as_bytes, equal, parts, same_bits, same_module, same_tensor, snapshot, state
-from tests.movement.kinds import LAYOUT, Kind
-from tests.movement.movements import Movement
+from tests.movement.kinds import KINDS, LAYOUT, Kind
+from tests.movement.movements import Movement, cell
 
 PROCESSES = "Several processes"
 
@@ -329,23 +336,27 @@ def _by_one_rank(kind: Kind, whole: Model, path: str, wanted: Model) -> None:
     dcp.save(whole.state_dict(), checkpoint_id=f"{path}/one", no_dist=True)
 
 
-def run_all(names: list[str], kinds: list[Kind]) -> dict[str, dict[str, str]]:
+def run_all(names: list[str]) -> dict[str, dict[str, str]]:
     """The outcomes by movement and kind, which both ranks must agree on."""
-    from datetime import timedelta
-
-    from tests.movement.movements import cell
-
     control = dist.new_group(timeout=timedelta(seconds=200))
     found: dict[str, dict[str, str]] = {}
-    for name in names:
-        found[name] = {}
-        for kind in kinds:
-            mine = cell(lambda name=name, kind=kind: ACROSS[name].run(kind))  # type: ignore[misc]
-            both: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(both, mine, group=control)
-            agree = len(set(both)) == 1
-            found[name][kind.name] = mine if agree else f"wrong: rank 0: {both[0]}, rank 1: {both[1]}"
-            if not agree:
-                # A rank may have left the other in a collective: what follows would not meet.
-                return found
+    for name, kind in itertools.product(names, KINDS):
+        mine = cell(functools.partial(ACROSS[name].run, kind))
+        both: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(both, mine, group=control)
+        agree = len(set(both)) == 1
+        found.setdefault(name, {})[kind.name] = mine if agree else f"wrong: rank 0: {both[0]}, rank 1: {both[1]}"
+        if not agree:  # a rank may have left the other in a collective: what follows would not meet
+            break
     return found
+
+
+def main(result: str, *names: str) -> None:
+    """Rank 0 writes the outcomes to the file `result`."""
+    found = run_all(list(names))
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    worker(main)

@@ -1,8 +1,8 @@
 """What must hold after a movement: the same class, the same codes bit for bit, the same results and gradients."""
 
-from __future__ import annotations
-
+import io
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,14 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 def bits(tensor: Tensor) -> Bits:
     """A copy of the bytes of each part."""
     return {name: as_bytes(part).clone() for name, part in parts(tensor).items()}
+
+
+def through_file(value: Any, weights_only: bool = True) -> Any:
+    """What `torch.load` gives of what `torch.save` has written."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Movements inside one process."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -16,18 +14,8 @@ from torch import Tensor, nn
 
 from qtorch import load_quantized, save_quantized
 from qtorch.dtypes import QuantizedTensor
-from tests.movement.holding import (
-    as_bytes,
-    equal,
-    gradients,
-    output,
-    parts,
-    same_bits,
-    same_gradients,
-    same_module,
-    same_tensor,
-    state,
-)
+from tests.movement import holding
+from tests.movement.holding import bits, equal, output, parts, same_bits, same_module, same_tensor, state
 from tests.movement.movements import Case, movement
 
 MOVES, FILES, PIECES, TRANSFORMS = "Copies and moves", "Files", "Parts", "Compiler and function transforms"
@@ -37,15 +25,19 @@ def _same(made: nn.Module, case: Case, what: str) -> None:
     """The same parameters, outputs and gradients."""
     same_module(made, case.module, what)
     equal(output(made, case.kind), case.output, what)
-    same_gradients(gradients(made, case.kind), gradients(case.module, case.kind), what)
+    holding.same_gradients(holding.gradients(made, case.kind), holding.gradients(case.module, case.kind), what)
 
 
 def _writes_do_not_reach(made: Tensor, original: Tensor, what: str) -> None:
-    before = {name: as_bytes(part).clone() for name, part in parts(original).items()}
+    before = bits(original)
     with torch.no_grad():
         for part in parts(made).values():
             part.zero_()
     same_bits(original, before, what)
+
+
+def _addresses(tensor: Tensor) -> dict[str, int]:
+    return {name: part.data_ptr() for name, part in parts(tensor).items()}
 
 
 @movement(MOVES, "`to`")
@@ -154,8 +146,7 @@ def shallow_copy(case: Case) -> None:
     same_tensor(made, case.weight, "a copy")
     assert made.requires_grad == case.weight.requires_grad
     assert isinstance(made, nn.Parameter)
-    wanted = {name: part.data_ptr() for name, part in parts(case.weight).items()}
-    assert {name: part.data_ptr() for name, part in parts(made).items()} == wanted, "other memory"
+    assert _addresses(made) == _addresses(case.weight), "other memory"
 
 
 @movement(MOVES, "`detach`")
@@ -163,8 +154,7 @@ def detach(case: Case) -> None:
     made = case.weight.detach()
     assert not made.requires_grad
     same_tensor(made, case.weight, "detached")
-    wanted = {name: part.data_ptr() for name, part in parts(case.weight).items()}
-    assert {name: part.data_ptr() for name, part in parts(made).items()} == wanted, "other memory"
+    assert _addresses(made) == _addresses(case.weight), "other memory"
 
 
 @movement(MOVES, "`copy_`")
@@ -204,16 +194,10 @@ def pickled(case: Case) -> None:
 @movement(FILES, "`torch.save`")
 def torch_save(case: Case) -> None:
     """And `torch.load` with its defaults."""
-    file = io.BytesIO()
-    torch.save(case.module.state_dict(), file)
-    file.seek(0)
-    made = copy.deepcopy(case.other)
-    made.load_state_dict(torch.load(file, weights_only=True), assign=True)
-    _same(made, case, "what was loaded")
-    made = copy.deepcopy(case.other)
-    file.seek(0)
-    made.load_state_dict(torch.load(file, weights_only=True))
-    _same(made, case, "what was loaded without assign")
+    for how in ({"assign": True}, {}):
+        made = copy.deepcopy(case.other)
+        made.load_state_dict(holding.through_file(case.module.state_dict()), **how)
+        _same(made, case, f"what was loaded, {how}")
 
 
 @movement(FILES, "`save_quantized`")

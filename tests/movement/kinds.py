@@ -4,8 +4,6 @@ A new recipe is a row by itself. Modules of the same seed are equal, and so are 
 their rows, so that every process can make the same one.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable
@@ -15,20 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtorch import (
-    LinearSpec,
-    MappingType,
-    PerGroup,
-    QuantSpec,
-    TensorCoreTiledLayout,
-    ZeroPointDomain,
-    block_sparse,
-    int4_weight_only,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    nf4_weight_only,
-    quantize_,
-)
+import qtorch
+from qtorch import LinearSpec, MappingType, PerGroup, int4_weight_only, int8_dynamic_activation_int8_weight, quantize_
 from qtorch.dtypes import AffineQuantizedTensor, PlainLayout, to_uintx
 from qtorch.model.install import PreparedModule
 from qtorch.model.misfit import Padded
@@ -37,6 +23,7 @@ from qtorch.training import int8_mixed_precision_training, int8_weight_only_quan
 from qtorch.training.optim.qgalore import stored
 from tests import every_recipe
 from tests.attack import training_recipes
+from tests.attack.subject import Experts
 
 K = 64
 """Features of the inputs."""
@@ -95,7 +82,7 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 # --- modules ---
 
 
-def _linear(recipe: Any, columns: int = K) -> Make:
+def linear(recipe: Any, columns: int = K) -> Make:
     def make(seed: int, rows: int) -> nn.Module:
         layer = nn.Linear(columns, rows)
         quantize_(layer, recipe)
@@ -104,33 +91,22 @@ def _linear(recipe: Any, columns: int = K) -> Make:
     return make
 
 
-def _quantized(layer: nn.Module, recipe: Any) -> nn.Module:
+def quantized(layer: nn.Module, recipe: Any) -> nn.Module:
     quantize_(nn.ModuleDict({"layer": layer}), {"layer": recipe})
     return layer
 
 
 def _conv(recipe: Any) -> Make:
-    return lambda seed, rows: _quantized(nn.Conv2d(8, rows, 3), recipe)
+    return lambda seed, rows: quantized(nn.Conv2d(8, rows, 3), recipe)
 
 
-def _embedding(recipe: Any) -> Make:
-    return lambda seed, rows: _quantized(nn.Embedding(rows, K), recipe)
-
-
-class Experts(nn.Module):
-    """Matrices (E, N, K), each with inputs of its own."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(experts, 32, K) / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x.expand(len(self.weight), -1, -1), self.weight.mT)
+def embedding(recipe: Any) -> Make:
+    return lambda seed, rows: quantized(nn.Embedding(rows, K), recipe)
 
 
 def _experts(recipe: Any) -> Make:
     def make(seed: int, rows: int) -> nn.Module:
-        module = Experts(rows)
+        module = Experts(rows, 32)
         weight = recipe.apply(module.weight.detach())
         module.weight = nn.Parameter(weight, hasattr(recipe, "training_spec") or isinstance(recipe, qat))
         return module
@@ -154,7 +130,7 @@ def _transposed(recipe: Any) -> Make:
     """Its rows are the inputs."""
 
     def make(seed: int, rows: int) -> nn.Module:
-        return _quantized(Conv1D(K, rows), recipe)
+        return quantized(Conv1D(K, rows), recipe)
 
     return make
 
@@ -202,7 +178,7 @@ def _of_spec(spec: LinearSpec, dtype: torch.dtype = torch.float32) -> Make:
 rows_of = functools.partial(normal, 8, K)
 images = functools.partial(normal, 4, 8, 5, 5)
 INT4 = int4_weight_only(group_size=32)
-INT4_ROWS = LinearSpec(QuantSpec(qdtype("uint4"), PerGroup(32), MappingType.ASYMMETRIC), layout=PlainLayout())
+INT4_ROWS = LinearSpec(qtorch.QuantSpec(qdtype("uint4"), PerGroup(32), MappingType.ASYMMETRIC), layout=PlainLayout())
 
 
 def ids() -> Tensor:
@@ -213,24 +189,24 @@ def _forms(name: str, recipe: Any, family: str, of_conv: Any = None) -> list[Kin
     """A recipe for the weights of other modules than linear layers."""
     return [
         Kind(f"{name}, a convolution", family, _conv(of_conv or recipe), images, (16, 13)),
-        Kind(f"{name}, an embedding", family, _embedding(recipe), ids),
+        Kind(f"{name}, an embedding", family, embedding(recipe), ids),
         Kind(f"{name}, experts", family, _experts(recipe), functools.partial(normal, 1, 4, K), (4, 3)),
     ]
 
 
 def _kinds() -> list[Kind]:
-    tiled = int4_weight_only(32, ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout())
-    sparse = block_sparse(int8_dynamic_activation_int8_weight(), 0.5, block_size=16)
+    tiled = int4_weight_only(32, qtorch.ZeroPointDomain.FLOAT, layout=qtorch.TensorCoreTiledLayout())
+    sparse = qtorch.block_sparse(int8_dynamic_activation_int8_weight(), 0.5, block_size=16)
     recipes = {name: every_recipe.make(name, 32) for name in every_recipe.NAMES}
-    found = [Kind(name, FROZEN, _linear(recipe), rows_of, recipe=recipe) for name, recipe in recipes.items()]
+    found = [Kind(name, FROZEN, linear(recipe), rows_of, recipe=recipe) for name, recipe in recipes.items()]
     found += [
         Kind("int4, a byte each", LAYOUT, _of_spec(INT4_ROWS), rows_of),
-        Kind("int4, TensorCoreTiledLayout", LAYOUT, _linear(tiled), rows_of, recipe=tiled),
-        Kind("block_sparse", LAYOUT, _linear(sparse), rows_of, (64, 80), recipe=sparse),
-        Kind("int4, last group padded", LAYOUT, _linear(Padded(INT4, 24), 40), functools.partial(normal, 8, 40)),
+        Kind("int4, TensorCoreTiledLayout", LAYOUT, linear(tiled), rows_of, recipe=tiled),
+        Kind("block_sparse", LAYOUT, linear(sparse), rows_of, (64, 80), recipe=sparse),
+        Kind("int4, last group padded", LAYOUT, linear(Padded(INT4, 24), 40), functools.partial(normal, 8, 40)),
     ]
     of_conv = int4_weight_only(group_size=24)
-    for name, recipe in (("int8", int8_weight_only()), ("int4", INT4), ("nf4", nf4_weight_only())):
+    for name, recipe in (("int8", qtorch.int8_weight_only()), ("int4", INT4), ("nf4", qtorch.nf4_weight_only())):
         others = _forms(name, recipe, FORM, None if name == "int8" else replace(recipe, group_size=24))
         found += others
         found.append(Kind(f"{name}, Conv1D of GPT-2", FORM, _transposed(recipe), rows_of))
@@ -239,7 +215,7 @@ def _kinds() -> list[Kind]:
     for name in [*training_recipes.NAMES, *training_recipes.VARIANTS]:
         recipe = training_recipes.make(name)
         rows = (64, 96) if name == "int8_tilewise_training" else (64, 97)  # blocks of 32 rows
-        found.append(Kind(name, TRAINING, _linear(recipe), rows_of, rows, recipe))
+        found.append(Kind(name, TRAINING, linear(recipe), rows_of, rows, recipe))
     for name, recipe in (
         ("int8 mixed precision", int8_mixed_precision_training()),
         ("int8 codes", int8_weight_only_quantized_training()),

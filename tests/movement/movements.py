@@ -4,8 +4,6 @@ A cell is "yes" if the function returns. It is a reason of `reasons.REASONS` if 
 those of the reason, and nothing has changed; everything else is wrong.
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Why a cell of docs/reference/movement.md is not "yes": the words of the error, and the sentence on the page."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

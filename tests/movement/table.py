@@ -5,15 +5,13 @@ python -m tests.movement.table MOVEMENT ...     of some columns
 python -m tests.movement.table --write          the page
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +19,7 @@ import torch
 from tests.distributed.processes import run
 from tests.movement import in_process  # noqa: F401  fills MOVEMENTS
 from tests.movement.across import ACROSS
-from tests.movement.kinds import FAMILIES, KINDS
+from tests.movement.kinds import FAMILIES, KINDS, Kind
 from tests.movement.movements import MOVEMENTS, Movement, outcome
 from tests.movement.reasons import REASONS
 
@@ -54,12 +52,12 @@ NOTES = """\
 """
 
 
-def cells(names: Iterable[str]) -> Cells:
-    """The outcomes of these movements for all kinds."""
+def cells(names: Iterable[str], kinds: Sequence[Kind] = KINDS) -> Cells:
+    """The outcomes of these movements for these kinds; between processes for all."""
     found: Cells = {}
     for name in names:
         start = time.perf_counter()
-        found[name] = _across(name) if name in ACROSS else _in_process(ALL[name])
+        found[name] = _across(name) if name in ACROSS else _in_process(ALL[name], kinds)
         wrong = {kind: cell for kind, cell in found[name].items() if cell.startswith("wrong")}
         print(f"{name}: {len(found[name])} cells, {len(wrong)} wrong, {time.perf_counter() - start:.1f} s", flush=True)
         for kind, cell in wrong.items():
@@ -67,17 +65,17 @@ def cells(names: Iterable[str]) -> Cells:
     return found
 
 
-def _in_process(movement: Movement) -> dict[str, str]:
+def _in_process(movement: Movement, kinds: Sequence[Kind]) -> dict[str, str]:
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        return {kind.name: outcome(movement, kind) for kind in KINDS}
+        return {kind.name: outcome(movement, kind) for kind in kinds}
 
 
 def _across(name: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "cells.json"
-        run("../movement/worker.py", str(result), name)
+        run("../movement/across.py", str(result), name)
         found: Cells = json.loads(result.read_text())
     return found[name]
 

@@ -3,26 +3,35 @@
 After a change: `python -m tests.movement.table --write`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from qtorch.dtypes import QuantizedTensor
 from tests.movement import table
 from tests.movement.across import ACROSS
-from tests.movement.kinds import KINDS
+from tests.movement.kinds import BY_NAME, KINDS, Kind
 from tests.movement.movements import MOVEMENTS, Movement, outcome
 from tests.movement.reasons import REASONS
 
+QUICK = ("int4_weight_only", "int8_dynamic_activation_int8_weight", "nf4, a convolution", "qat", "lsq")
+QUICK += ("int8 mixed precision, experts", "int8 codes, an embedding", "AdamW8bit, exp_avg")
+"""Some of each family."""
 
-def check(name: str) -> None:
-    found = table.cells([name])[name]
+
+def check(name: str, kinds: list[Kind] = KINDS) -> None:
+    found = table.cells([name], kinds)[name]
     wrong = [f"{kind}: {cell}" for kind, cell in found.items() if cell.startswith("wrong")]
     assert not wrong, f"{name}: {len(wrong)} of {len(found)} cells\n" + "\n".join(wrong)
-    assert found == table.read(table.PAGE.read_text())[name], "python -m tests.movement.table --write"
+    said = table.read(table.PAGE.read_text())[name]
+    assert found == {kind.name: said[kind.name] for kind in kinds}, "python -m tests.movement.table --write"
 
 
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_some_kinds(name: str) -> None:
+    check(name, [BY_NAME[kind] for kind in QUICK])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOVEMENTS)
 def test_in_one_process(name: str) -> None:
     check(name)

@@ -1,26 +1,12 @@
 """The three matmuls of a contraction in float64, on fake-quantized operands: what the engine should compute."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qtorch import QuantSpec
+from qtorch import QuantSpec, training
 from qtorch.recipes.base import RECIPES as REGISTERED
-from qtorch.training import (
-    GemmSpec,
-    Int8MixedPrecisionTrainingConfig,
-    TrainingSpec,
-    bitnet_training,
-    float8_training,
-    fully_quantized,
-    int8_mixed_precision_training,
-    int8_tilewise_training,
-    mixed_precision_training,
-    mxfp8_training,
-    switchback_training,
-)
+from qtorch.training import GemmSpec, Int8MixedPrecisionTrainingConfig, TrainingSpec, int8_mixed_precision_training
 from qtorch.training.recipes.base import TrainingRecipe
 from tests.every_recipe import is_of_users
 
@@ -28,13 +14,13 @@ RECIPES = {
     "int8": int8_mixed_precision_training(),
     "int8 output": int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(grad_input=False, grad_weight=False)),
     "int8 gradients": int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(output=False)),
-    "int4, int8": mixed_precision_training(fully_quantized(4, 8)),
-    "switchback": switchback_training(),
-    "tilewise": int8_tilewise_training(),
-    "float8 rowwise": float8_training("rowwise"),
-    "float8 tensorwise": float8_training("tensorwise"),
-    "mxfp8": mxfp8_training(),
-    "bitnet": bitnet_training(),
+    "int4, int8": training.mixed_precision_training(training.fully_quantized(4, 8)),
+    "switchback": training.switchback_training(),
+    "tilewise": training.int8_tilewise_training(),
+    "float8 rowwise": training.float8_training("rowwise"),
+    "float8 tensorwise": training.float8_training("tensorwise"),
+    "mxfp8": training.mxfp8_training(),
+    "bitnet": training.bitnet_training(),
 }
 RECIPES |= {name: cls() for name, cls in REGISTERED.items() if issubclass(cls, TrainingRecipe) and is_of_users(cls)}
 

@@ -8,41 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import MappingType, PerRow, PerTensor, QuantSpec, compute_error, quantize_
+from qtorch import MappingType, PerRow, PerTensor, QuantSpec, compute_error, quantize_, training
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.ops.int8_grouped_mm import int8_sums
-from qtorch.training import (
-    GemmSpec,
-    TrainingSpec,
-    bitnet_training,
-    convert,
-    float8_training,
-    fully_quantized,
-    inject,
-    int8_mixed_precision_training,
-    int8_tilewise_training,
-    mixed_precision_training,
-    mxfp8_training,
-    quantized_conv_transpose2d,
-    quantized_grouped_mm,
-    switchback_training,
-)
+from qtorch.training import TrainingSpec, convert, fully_quantized, int8_mixed_precision_training, quantized_grouped_mm
 from qtorch.training.engine.contraction import contraction
+from tests.training import reference
 
-RECIPES = {
-    "int8": int8_mixed_precision_training(),
-    "switchback": switchback_training(),
-    "tilewise": int8_tilewise_training(),
-    "float8 rowwise": float8_training(),
-    "float8 tensorwise": float8_training("tensorwise"),
-    "mxfp8": mxfp8_training(),
-    "int4, int8": mixed_precision_training(fully_quantized(4, 8)),
-    "int8 tensorwise": mixed_precision_training(fully_quantized(8, 8, PerTensor())),
-}
-
-
-ASYMMETRIC = GemmSpec(*[QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC)] * 2)
+RECIPES = {name: recipe for name, recipe in reference.RECIPES.items() if recipe.training_spec().output.is_quantized}
+RECIPES["int8 tensorwise"] = training.mixed_precision_training(fully_quantized(8, 8, PerTensor()))
+del RECIPES["bitnet"]  # takes matrices
+ASYMMETRIC = training.GemmSpec(*[QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC)] * 2)
 
 
 @pytest.mark.parametrize("build", ["compiled", None])
@@ -50,7 +27,9 @@ ASYMMETRIC = GemmSpec(*[QuantSpec("int8", PerRow(), MappingType.ASYMMETRIC)] * 2
 def test_more_tokens_than_int32_holds_sums_of(name: str, build: str | None) -> None:
     """The contracted axis of the weight's gradient; codes are the largest of either sign."""
     layer = nn.Linear(32, 32, bias=False)
-    quantize_(layer, RECIPES[name] if name in RECIPES else mixed_precision_training(TrainingSpec(*[ASYMMETRIC] * 3)))
+    quantize_(
+        layer, RECIPES[name] if name in RECIPES else training.mixed_precision_training(TrainingSpec(*[ASYMMETRIC] * 3))
+    )
     signs = torch.tensor([1.0, -1.0]).repeat(16)
     with nullcontext() if build else compiled_library.use(None):
         layer(signs.expand(140_032, 32)).backward(signs.flip(0).expand(140_032, 32))
@@ -148,9 +127,9 @@ def test_experts_one_by_one_and_batched() -> None:
 def test_what_experts_bitnet_leaves() -> None:
     model = nn.Sequential(Experts())
     with pytest.raises(ValueError, match="experts in one parameter, and bitnet_training takes matrices"):
-        quantize_(model, bitnet_training())
+        quantize_(model, training.bitnet_training())
     with pytest.raises(ValueError, match="takes matrices, this weight has shape"):
-        quantize_(model, {r"0\.up_proj": bitnet_training()})
+        quantize_(model, {r"0\.up_proj": training.bitnet_training()})
 
 
 @pytest.mark.parametrize(
@@ -181,7 +160,7 @@ def test_a_module_of_transposed_convolutions() -> None:
         nn.Sequential(nn.ConvTranspose2d(4, 6, 3, 2, 1, 1), nn.ReLU(), nn.ConvTranspose2d(6, 2, 2)),
         torch.randn(2, 4, 5, 5),
     )
-    injection = inject(fully_quantized())
+    injection = training.inject(fully_quantized())
     with injection:
         y = model(x)
     y.sum().backward()
@@ -192,50 +171,19 @@ def test_a_module_of_transposed_convolutions() -> None:
             assert torch.equal(model(x), y)
     assert model[0].weight.is_meta
     with pytest.raises(ValueError, match="does not fit a weight of shape"):
-        quantized_conv_transpose2d(torch.randn(2, 5, 5, 5), torch.randn(4, 6, 3, 3), TrainingSpec())
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(40, 32)
-        self.body = nn.Linear(32, 32)
-        self.head = nn.Linear(32, 40, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(self.table(ids))))
+        training.quantized_conv_transpose2d(torch.randn(2, 5, 5, 5), torch.randn(4, 6, 3, 3), TrainingSpec())
 
 
 @pytest.mark.parametrize("name", ["int8", "float8 rowwise", "int4, int8"])
-def test_tied_embedding_and_head(name: str) -> None:
-    """One weight, the codes of both: rows of the table are those that the head multiplies by; one gradient for both."""
-    recipe: Any = RECIPES[name]
-    model, ids = Tied(), torch.randint(40, (3, 7))
-    quantize_(model, recipe)
-    assert model.head.weight is model.table.weight
-    rhs = recipe.training_spec().output.rhs
-    table = torch.as_tensor(model.table.weight.master)
-    torch.testing.assert_close(model.table(ids), rhs.fake_quantize(table)[ids])
-    before = model.table.weight.master.clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
-    assert (torch.as_tensor(model.table.weight.grad) != 0).any(1).all(), "the head has a gradient for every row"
-    optimizer.step()
-    assert not torch.equal(model.table.weight.master, before)
-    quantize_(model, convert())
-    assert model.head.weight is model.table.weight
-
-
-def test_an_embedding_alone() -> None:
-    """By name; rows that are not looked up have no gradient."""
-    model, ids = nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 8)), torch.randint(20, (3, 7))
-    quantize_(model, {r"0\.weight": int8_mixed_precision_training(), r"1\.weight": int8_mixed_precision_training()})
-    model(ids).sum().backward()
-    gradient = torch.as_tensor(model[0].weight.grad)
-    assert (gradient[20:] == 0).all()
-    assert (gradient[ids.unique()] != 0).any(1).all()
-    with torch.no_grad():
-        trained = model(ids)
-        quantize_(model, convert())
-        torch.testing.assert_close(model(ids), trained, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_a_table(name: str, tied: bool) -> None:
+    """The codes of both: rows are those that a tied head multiplies by, which has a gradient for every row."""
+    model, ids = nn.ModuleDict({"table": nn.Embedding(40, 32), "head": nn.Linear(32, 40, bias=False)}), torch.arange(9)
+    if tied:
+        model["head"].weight = model["table"].weight
+    quantize_(model, {"table": RECIPES[name], "head": RECIPES[name]} if not tied else RECIPES[name])
+    weight, rhs = model["table"].weight, RECIPES[name].training_spec().output.rhs
+    assert (model["head"].weight is weight) == tied
+    torch.testing.assert_close(model["table"](ids), rhs.fake_quantize(weight.master.detach())[ids])
+    functional.cross_entropy(model["head"](torch.tanh(model["table"](ids))), ids).backward()
+    assert torch.equal((torch.as_tensor(weight.grad) != 0).any(1), torch.arange(40) < (40 if tied else 9))

@@ -14,18 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import PerAxis, PerGroup, QuantSpec, compute_error, quantize_
+from qtorch import PerAxis, PerGroup, QuantSpec, compute_error, quantize_, training
 from qtorch.kernels import record_kernels
 from qtorch.primitives import AbsMaxRule, Noise, Rounding, from_json, to_json
-from qtorch.training import (
-    GemmSpec,
-    TrainingSpec,
-    convert,
-    fully_quantized,
-    integer,
-    mixed_precision_training,
-    quantized_matmul,
-)
+from qtorch.training import GemmSpec, TrainingSpec, convert, fully_quantized, integer, mixed_precision_training
 from qtorch.training.engine.contraction import balanced, contraction
 
 README: Any = json.loads((Path(__file__).parent / "aqt_readme.json").read_text())
@@ -48,7 +40,7 @@ def gen_matrix(rows: int, columns: int) -> Tensor:
 
 
 def test_the_matmul_of_the_readme() -> None:
-    y = quantized_matmul(gen_matrix(3, 4), gen_matrix(4, 5), fully_quantized(8, 8))
+    y = training.quantized_matmul(gen_matrix(3, 4), gen_matrix(4, 5), fully_quantized(8, 8))
     torch.testing.assert_close(y, torch.tensor(README_MATMUL), rtol=1e-6, atol=1e-6)
 
 

@@ -114,13 +114,7 @@ def test_in_training_the_batch_normalizes() -> None:
 
 def test_errors_leave_the_model_alone() -> None:
     texts = []
-    for pairs in (
-        {"0": "2"},
-        {"2": "1"},
-        {"0": "4"},
-        {"0": "1", "3": "1"},
-        {"nothing": "1"},
-    ):
+    for pairs in ({"0": "2"}, {"2": "1"}, {"0": "4"}, {"0": "1", "3": "1"}, {"nothing": "1"}):
         model, _ = model_and_input()
         with pytest.raises(ValueError, match=r"^fold_batch_norm: ") as error:
             fold_batch_norm(model, pairs)

@@ -1,43 +1,26 @@
 """Recipes of training with compiled operands and products: the numbers of torch's operators."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import quantize_
+from qtorch import quantize_, training
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.recipes.base import Recipe
-from qtorch.training import (
-    Int8MixedPrecisionTrainingConfig,
-    float8_training,
-    fully_quantized,
-    int8_mixed_precision_training,
-    int8_tilewise_training,
-    mixed_precision_training,
-    mxfp8_training,
-    switchback_training,
-)
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.training.reference import RECIPES
 
 pytestmark = NEEDS_LIBRARY
 
-STOCHASTIC = Int8MixedPrecisionTrainingConfig(stochastic_rounding=True)
-INTEGERS: dict[str, Recipe] = {
-    "int8": int8_mixed_precision_training(),
-    "int8 stochastic": int8_mixed_precision_training(STOCHASTIC),
-    "int4 forward": mixed_precision_training(fully_quantized(4, 8)),
-    "tiles": int8_tilewise_training(),
-    "small tiles": int8_tilewise_training(tile=16),
+INTEGERS: dict[str, Recipe] = {name: RECIPES[name] for name in ("int8", "int4, int8", "tilewise")}
+INTEGERS |= {
+    "int8 stochastic": training.int8_mixed_precision_training(
+        training.Int8MixedPrecisionTrainingConfig(stochastic_rounding=True)
+    ),
+    "small tiles": training.int8_tilewise_training(tile=16),
 }
-FLOATS: dict[str, Recipe] = {
-    "switchback": switchback_training(),
-    "float8 rows": float8_training(),
-    "float8 tensor": float8_training("tensorwise"),
-    "mxfp8": mxfp8_training(),
-}
+FLOATS = {name: RECIPES[name] for name in ("switchback", "float8 rowwise", "float8 tensorwise", "mxfp8")}
 DTYPES = (torch.float32, torch.bfloat16)
 
 

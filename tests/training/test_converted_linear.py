@@ -1,18 +1,11 @@
 """converted_linear: bit for bit what the converted layer gives, with the gradient of explicit fake quantization."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.registry import to_rows
 from qtorch.primitives import LinearSpec, MappingType, ZeroPointDomain
 from qtorch.training.engine.operand import Operand, quantize_operand
@@ -45,13 +38,6 @@ STATICS = {
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """With the compiled CPU kernels, where there are any, and without."""
-    with compiled_library.use(None) if request.param == "torch" else nullcontext():
-        yield request.param
-
-
 def weight_operand(weight: Tensor, spec: QuantSpec) -> Operand:
     scale, zero_point = spec.choose_qparams(weight)
     return Operand(spec.quantize(weight, scale, zero_point), weight.shape[0], scale, zero_point, spec)
@@ -65,7 +51,7 @@ def served(x: Tensor, layer: nn.Linear, spec: LinearSpec) -> Tensor:
     )
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("each_library")
 @every_dtype
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 32, 64)], ids=str)
 @pytest.mark.parametrize("spec", DYNAMIC.values(), ids=list(DYNAMIC))
@@ -81,7 +67,7 @@ def test_equal_to_the_converted_layer(spec: LinearSpec, shape: tuple[int, ...], 
     assert least < compute_error(functional.linear(x, layer.weight), wanted) < 50
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("each_library")
 @every_dtype
 @pytest.mark.parametrize("spec", STATICS.values(), ids=list(STATICS))
 def test_equal_with_a_static_scale(spec: LinearSpec, dtype: torch.dtype) -> None:
@@ -92,17 +78,6 @@ def test_equal_with_a_static_scale(spec: LinearSpec, dtype: torch.dtype) -> None
     y = converted_linear(x, layer.weight, layer.bias, of_x, weight_operand(layer.weight.detach(), spec.weight))
     with torch.no_grad():
         assert torch.equal(y, functional.linear(x, weight, layer.bias))
-
-
-def test_which_kernels_run(kernels: str) -> None:
-    layer, x = nn.Linear(64, 96), torch.randn(5, 64)
-    for name, kernel in {"int8 rows": "int_matmul", "int4 groups": "cpu_int8_mm"}.items():
-        with record_kernels() as ran:
-            served(x, layer, DYNAMIC[name])
-        assert kernel in ran
-        assert any(note.startswith("cpu_int8_mm.torch") for note in ran) == (
-            name == "int4 groups" and (kernels == "torch" or compiled_library.library() is None)
-        )
 
 
 @every_dtype
@@ -135,21 +110,6 @@ def test_a_narrow_input_meets_a_wide_weight() -> None:
     y = converted_linear(x, layer.weight, layer.bias.bfloat16())
     y.sum().backward()
     assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
-
-
-@pytest.mark.parametrize("name", ["int8 rows", "int4 groups", "uint8 activation"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compile_traces_one_graph(name: str, backend: str) -> None:
-    layer, spec = nn.Linear(64, 96), DYNAMIC[name]
-    compiled = torch.compile(lambda x: served(x, layer, spec), fullgraph=True, dynamic=True, backend=backend)
-    for count in (5, 7, 33):
-        x = torch.randn(3, count, 64, requires_grad=True)
-        with torch._dynamo.config.patch(error_on_recompile=count != 5):
-            y = compiled(x)
-        wanted, inputs = served(x, layer, spec), [x, layer.weight, layer.bias]
-        assert compute_error(wanted, y) > 100
-        for a, b in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs)):
-            assert compute_error(b, a) > 100
 
 
 def test_what_sums_integers() -> None:

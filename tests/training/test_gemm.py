@@ -1,19 +1,16 @@
 """The engine against the same computation with fake quantization in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from qtorch import MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.kernels import record_kernels
-from qtorch.primitives import Rounding
+from qtorch.primitives import Granularity, Rounding
+from qtorch.primitives.granularity import BlockView
 from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized, quantized_matmul
 from qtorch.training.engine.contraction import contraction
-from qtorch.training.engine.numerics import float8, int8
+from qtorch.training.engine.numerics import float8, int8, integer
 from tests.training.reference import RECIPES, three_matmuls
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -177,23 +174,6 @@ def test_autocast(name: str) -> None:
     assert_close((y.detach(), x.grad, linear.weight.grad), (wanted_y, dx, dw), 38)
 
 
-@every_recipe
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(name: str, reentrant: bool) -> None:
-    first, second = layer(name, k=64, n=96), layer(name, k=96, n=64)
-    x, results = torch.randn(40, 64, requires_grad=True), []
-
-    def block(x: Tensor) -> Tensor:
-        return second(functional.gelu(first(x)))
-
-    for function in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
-        x.grad = first.weight.grad = second.weight.grad = None
-        function(x).square().sum().backward()
-        results.append((x.grad, first.weight.grad, second.weight.grad))
-    for a, b in zip(*results):
-        assert torch.equal(a, b)
-
-
 def test_stochastic_rounding_of_gradients_is_unbiased() -> None:
     spec = fully_quantized(stochastic_rounding=True)
     assert spec.grad_weight.lhs.rounding is Rounding.STOCHASTIC
@@ -230,14 +210,6 @@ def test_codes_that_chance_has_made_are_reused_not_remade() -> None:
         torch.testing.assert_close(y.detach(), x.grad.t())
 
 
-def test_second_derivatives_are_an_error() -> None:
-    """Straight-through gradients have none."""
-    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(contraction(x, w, fully_quantized()).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 def test_the_tiles_of_an_activation_are_kept_in_int8() -> None:
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
     saved: list[Tensor] = []
@@ -263,3 +235,55 @@ def test_a_function_of_a_weight() -> None:
     quantized_matmul(x, torch.tanh(w) * 2, fully_quantized()).square().sum().backward()
     (x @ (torch.tanh(twin) * 2)).square().sum().backward()
     assert 30 < compute_error(twin.grad, w.grad) < 60
+
+
+# --- the gradient of a dynamic scale ---
+
+
+def fake_in_fp64(x: Tensor, spec: QuantSpec) -> Tensor:
+    """s round(x / s), s = absmax / Q, rounding straight through, the scale differentiable."""
+    view = BlockView(x.shape, spec.block_size(x.shape))
+    blocks = view.split(x)
+    scale = blocks.abs().amax(view.dims, keepdim=True) / spec.code_range[1]
+    ratio = blocks / scale
+    return view.merge(scale * (ratio + (ratio.round() - ratio).detach()))
+
+
+def operand_gradients(
+    x: Tensor, w: Tensor, g: Tensor, spec: TrainingSpec, wrapped: bool = False
+) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    weight = torch.nn.Parameter(MasterWeight.of(w.clone(), spec) if wrapped else w.clone())
+    contraction(x, weight, spec).backward(g)
+    return x.grad, weight.grad
+
+
+@pytest.mark.parametrize("granularity", [PerRow(), PerTensor(), PerGroup(8), PerBlock((4, 8))], ids=str)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_against_autograd(granularity: Granularity, wrapped: bool) -> None:
+    gemm = GemmSpec(int8(granularity), integer(4, granularity))
+    x, w, g = torch.randn(12, 16), torch.randn(8, 16), torch.randn(12, 8)
+    got = operand_gradients(x, w, g, TrainingSpec(gemm, scale_gradient=True), wrapped)
+    without = operand_gradients(x, w, g, TrainingSpec(gemm), wrapped)
+    # The backward matmuls of this spec are in full precision: they multiply by values, not by codes.
+    for mine, plain, operand, other, incoming, spec in (
+        (got[0], without[0], x, w, g, gemm.lhs),
+        (got[1], without[1], w, x, g.t(), gemm.rhs),
+    ):
+        exact = operand.double().requires_grad_()
+        (fake_in_fp64(exact, spec) @ other.double().t()).backward(incoming.double())
+        assert compute_error(exact.grad, mine.double()) > 100
+        assert compute_error(exact.grad, plain.double()) < 70
+
+
+def test_rows_that_do_not_fill_blocks() -> None:
+    spec = int8(PerBlock((4, 8)))
+    x, w, g = torch.randn(5, 16), torch.randn(8, 16), torch.randn(5, 8)
+    got = operand_gradients(x, w, g, TrainingSpec(GemmSpec(spec, spec), scale_gradient=True))[0]
+    completed = operand_gradients(
+        torch.nn.functional.pad(x, (0, 0, 0, 3)),
+        w,
+        torch.nn.functional.pad(g, (0, 0, 0, 3)),
+        TrainingSpec(GemmSpec(spec, spec), scale_gradient=True),
+    )[0]
+    torch.testing.assert_close(got, completed[:5])

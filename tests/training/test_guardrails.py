@@ -1,7 +1,5 @@
 """Warnings about training that runs but does not do what was hoped: each once, and only where it is so."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 
@@ -9,13 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from qtorch import quantize_
-from qtorch.training import (
-    Int8MixedPrecisionTrainingConfig,
-    float8_training,
-    int8_mixed_precision_training,
-    switchback_training,
-)
+from qtorch import quantize_, training
+from qtorch.training import Int8MixedPrecisionTrainingConfig, int8_mixed_precision_training, switchback_training
 from qtorch.training.engine import contraction
 
 
@@ -44,7 +37,7 @@ def test_no_warning_where_there_is_no_reason() -> None:
     layer(int8_mixed_precision_training())(torch.randn(256, 32)).sum().backward()
     others = [
         switchback_training(),
-        float8_training(),
+        training.float8_training(),
         int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(grad_weight=False)),
     ]
     for recipe in others:

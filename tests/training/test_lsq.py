@@ -1,11 +1,6 @@
-"""lsq: prepared layers compute what they will serve; steps are parameters like others; a model of 2 bits learns."""
-
-from __future__ import annotations
+"""lsq: its steps start and move as papers say, and are parameters like others; a model of 2 bits learns."""
 
 import copy
-import io
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,136 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    PackedLayout,
-    PerGroup,
-    PerTensor,
-    compute_error,
-    float8_weight_only,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_semi_sparse_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_static_activation_int8_weight,
-    int8_weight_only,
-    intx_weight_only,
-    load_quantized,
-    nf4_weight_only,
-    nvfp4_weight_only,
-    quantize_,
-    save_quantized,
-    uintx_weight_only,
-)
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
-from qtorch.primitives import LSQRule, MappingType, MinMaxRule
+import qtorch
+from qtorch import PackedLayout, PerGroup, float8_weight_only, int4_weight_only, int8_weight_only, quantize_
+from qtorch.primitives import MinMaxRule
 from qtorch.training import calibrate, clip_penalty, convert, lsq, pact, parameter_groups
 from qtorch.training.quantization_aware.layers import FakeQuantizedLinear
 from qtorch.training.quantization_aware.learned import LearnedClip, LearnedStep
-
-# Recipe, whether it sums integers, (lowest, highest) SQNR in dB of the served weight.
-RECIPES = [
-    (lsq(), True, (15, 30)),
-    (lsq(2, 2), True, (4, 15)),
-    (lsq(3, 5, granularity=PerTensor()), True, (9, 25)),
-    (lsq(8, 8), True, (35, 55)),
-    (lsq(4, 8, PerGroup(32)), True, (15, 30)),
-    (lsq(activation_offset=True), True, (15, 30)),
-    (lsq(8, 8, activation_offset=True), True, (35, 55)),
-    (lsq(weight_init=LSQRule(), activation_init=LSQRule()), True, (10, 30)),
-    (lsq(weights="clip"), True, (15, 30)),
-    (pact(), True, (15, 30)),
-    (lsq(4, None), False, (15, 30)),
-    (lsq(recipe=int8_dynamic_activation_int4_weight()), True, (15, 30)),
-    (lsq(recipe=int8_dynamic_activation_int8_weight(MappingType.ASYMMETRIC)), True, (35, 55)),
-    (lsq(recipe=int8_static_activation_int8_weight(0.03)), True, (35, 55)),
-    (lsq(recipe=int8_weight_only()), False, (35, 55)),
-    (lsq(recipe=int4_weight_only(group_size=32)), False, (15, 30)),
-    (lsq(recipe=int4_weight_only(group_size=32), weights="clip"), False, (15, 30)),
-    (lsq(recipe=intx_weight_only("int3", 32)), False, (9, 25)),
-    (lsq(recipe=uintx_weight_only("uint3", 32)), False, (9, 25)),
-]
-every_recipe = pytest.mark.parametrize(
-    ("recipe", "integers", "bounds"), RECIPES, ids=[f"{i} {case[0]}" for i, case in enumerate(RECIPES)]
-)
-
-
-@pytest.fixture(params=["compiled", "compiled bfloat16", "torch"])
-def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """Of the model; with the compiled CPU kernels, where there are any, and without."""
-    with compiled_library.use(None) if request.param == "torch" else nullcontext():
-        yield torch.bfloat16 if request.param.endswith("bfloat16") else torch.float32
-
-
-def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)).to(dtype)
-
-
-def train(model: nn.Module, steps: int = 4, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    g = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(parameter_groups(model, 2e-3, scale_lr=1e-2))
-    for _ in range(steps):
-        x = torch.randn(256, 64, generator=g).to(dtype)
-        (model(x) - x.roll(1, 1)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-@every_recipe
-def test_converted_is_what_was_trained(recipe, integers: bool, bounds, dtype: torch.dtype) -> None:
-    model = mlp(dtype)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    quantize_(model, recipe)
-    train(model, dtype=dtype).eval()
-    assert all(not torch.equal(model.get_parameter(name), old) for name, old in zip(("0.weight", "0.bias"), before))
-    learned = [p for n, p in model.named_parameters() if "quantizer" in n]
-    # Where nothing clips, an offset or a clip does not move.
-    moved = [p for n, p in model.named_parameters() if n.endswith("weight_quantizer.log_scale")]
-    assert all((p != 0).any() for p in moved)
-    assert all(p.dtype == torch.float32 for p in learned)
-    inputs = [torch.randn(*shape, 64).to(dtype) for shape in ((1,), (5, 7), (100,))]
-    with torch.no_grad():
-        wanted = [model(x) for x in inputs]
-        weights = [model[i].weight.detach() for i in (0, 2)]
-        hats = [model[i].weight_quantizer(model[i].weight).values for i in (0, 2)]
-    spec = model[0].linear_spec
-    quantize_(model, convert())
-    for layer, weight, hat in zip((model[0], model[2]), weights, hats):
-        assert type(layer) is nn.Linear
-        assert list(layer.state_dict()) == (["weight", "bias"] if layer.bias is not None else ["weight"])
-        assert isinstance(layer.weight, AffineQuantizedTensor)
-        assert layer.weight.scheme.weight.dtype == spec.weight.dtype
-        assert layer.weight.scheme.layout == (spec.layout or layer.weight.scheme.layout)
-        assert torch.equal(layer.weight.dequantize(), hat)
-        assert bounds[0] < compute_error(weight.float(), hat.float()) < bounds[1]
-    for x, y in zip(inputs, wanted):
-        with record_kernels() as ran:
-            got = model(x)
-        assert len([name for name in ran if name.startswith("linear:")]) == 2
-        if integers:
-            assert any("int8" in name for name in ran)
-            assert torch.equal(got, y)
-        else:
-            assert compute_error(y.float(), got.float()) > (70 if dtype is torch.float32 else 40)
-
-
-@pytest.mark.parametrize("recipe", [lsq(4, 4), lsq(4, None), lsq(8, 8, activation_offset=True)], ids=str)
-def test_under_autocast(recipe) -> None:
-    model, x = mlp(), torch.randn(40, 64)
-    quantize_(model, recipe)
-    train(model).eval()
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        wanted = model(x)
-        quantize_(model, convert())
-        got = model(x)
-    assert wanted.dtype == got.dtype == torch.bfloat16
-    assert torch.equal(got, wanted) if recipe.activation_bits else compute_error(wanted.float(), got.float()) > 40
+from tests.movement.holding import through_file
+from tests.training.small_model import fit, mlp
 
 
 def test_a_learned_recipe_starts_as_quantization_after_training() -> None:
-    for recipe in (int4_weight_only(group_size=32), int8_dynamic_activation_int4_weight(), int8_weight_only()):
+    for recipe in (int4_weight_only(group_size=32), qtorch.int8_dynamic_activation_int4_weight(), int8_weight_only()):
         model = mlp()
         twin = copy.deepcopy(model)
         quantize_(twin, recipe)
@@ -243,7 +120,7 @@ def test_weights_that_start_at_zero_learn() -> None:
         model = nn.Sequential(nn.Linear(64, 64))
         nn.init.zeros_(model[0].weight)
         quantize_(model, recipe)
-        train(model, 4)
+        fit(model)
         assert all(parameter.isfinite().all() for parameter in model.parameters())
         quantize_(model, convert())
         assert model[0].weight.dequantize().count_nonzero() > 0 or recipe.recipe is None
@@ -253,7 +130,7 @@ def test_state_that_is_copied_into_the_buffers_is_kept() -> None:
     first, second = mlp(), mlp()
     for model in (first, second):
         quantize_(model, lsq())
-    train(first)
+    fit(first)
     with torch.no_grad():
         for ours, theirs in zip(second.state_dict().values(), first.state_dict().values()):
             ours.copy_(theirs)
@@ -293,11 +170,8 @@ def test_training_continues_exactly_after_load_state_dict(tmp_path: Path) -> Non
     torch.manual_seed(0)
     first = mlp()
     quantize_(first, lsq(2, 2, activation_offset=True))
-    train(first, 3)
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    fit(first, 3)
+    state = through_file(first.state_dict())
     second, third = mlp(), None
     quantize_(second, lsq(2, 2, activation_offset=True))
     second.load_state_dict(state)
@@ -310,12 +184,12 @@ def test_training_continues_exactly_after_load_state_dict(tmp_path: Path) -> Non
     third.load_state_dict(copy.deepcopy(state), assign=True)
     whole = copy.deepcopy(first)
     for model in (first, second, third, whole):
-        train(model, 3, seed=1)
+        fit(model, 3, seed=1)
     for other in (second, third, whole):
         assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), other.state_dict().values()))
     assert not torch.equal(first.state_dict()["0.weight"], state["0.weight"])
-    save_quantized(first, tmp_path / "prepared.safetensors")
-    load_quantized(second, tmp_path / "prepared.safetensors")
+    qtorch.save_quantized(first, tmp_path / "prepared.safetensors")
+    qtorch.load_quantized(second, tmp_path / "prepared.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
 
 
@@ -325,65 +199,19 @@ def test_scales_stay_in_fp32() -> None:
     model.to(torch.bfloat16)
     assert model[0].weight.dtype == torch.bfloat16
     assert {t.dtype for name, t in model.state_dict().items() if "quantizer" in name} == {torch.float32}
-    train(model, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [lsq(activation_offset=True, start_step=2, freeze_step=4), lsq(recipe=int8_dynamic_activation_int4_weight())],
-    ids=str,
-)
-def test_compiles_whole_and_once(recipe) -> None:
-    """The first batch starts the activations: one graph for it, one for all others."""
-    eager = nn.Linear(64, 32)
-    quantize_(eager, recipe)
-    compiled = copy.deepcopy(eager)
-    run = torch.compile(compiled, fullgraph=True)
-    optimizers = [torch.optim.SGD(parameter_groups(m, 1e-3)) for m in (eager, compiled)]
-    g = torch.Generator().manual_seed(0)
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    graphs = 0
-    for step in range(6):
-        x = torch.randn(64, 64, generator=g)
-        losses = [model(x).square().mean() for model in (eager, run)]
-        torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-5)
-        for loss, optimizer in zip(losses, optimizers):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if step == 1:
-            graphs = counters["stats"]["unique_graphs"]
-    assert 1 <= counters["stats"]["unique_graphs"] == graphs <= 2
-    for (name, ours), theirs in zip(compiled.state_dict().items(), eager.state_dict().values()):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
+    fit(model)
 
 
 def test_names_are_short() -> None:
     assert str(lsq(recipe=int4_weight_only(group_size=32))) == "lsq(recipe=int4_weight_only(group_size=32))"
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(40, 64), nn.Linear(64, 40, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids))
-
-
-@pytest.mark.parametrize("recipe", [lsq(), lsq(4, None), lsq(recipe=int8_dynamic_activation_int8_weight())], ids=str)
-def test_tied_weights_share_their_quantizers(recipe) -> None:
-    model, ids = Tied(), torch.tensor([[1, 2, 39], [0, 1, 1]])
-    report = quantize_(model, recipe)
+def test_tied_weights_share_their_quantizers() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(40, 64), "head": nn.Linear(64, 40, bias=False)})
+    model["head"].weight = model["embed"].weight
+    report = quantize_(model, lsq())
     assert [row.also for row in report.quantized] == [("embed.weight",)]
-    assert model.embed.weight is model.head.weight
-    assert model.embed.weight_quantizer is model.head.weight_quantizer
-    model(ids)
-    quantize_(model, convert())
-    assert model.embed.weight is model.head.weight
-    assert (type(model.embed), type(model.head)) == (nn.Embedding, nn.Linear)
+    assert model["embed"].weight_quantizer is model["head"].weight_quantizer
 
 
 def test_an_embedding_asked_for_by_name() -> None:
@@ -406,7 +234,7 @@ def test_a_frozen_weight_learns_its_steps_only() -> None:
     model.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
     quantize_(model, lsq(2, 2))
-    train(model)
+    fit(model)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     assert model[0].weight_quantizer.log_scale.count_nonzero() > 90
 
@@ -452,9 +280,9 @@ def test_what_is_refused() -> None:
             lsq(*bits)
     for recipe, message in (
         (float8_weight_only(), "are not integers"),
-        (nf4_weight_only(), "are not integers"),
-        (nvfp4_weight_only(), "are not integers"),
-        (int8_dynamic_activation_int8_semi_sparse_weight(), "prunes its weights"),
+        (qtorch.nf4_weight_only(), "are not integers"),
+        (qtorch.nvfp4_weight_only(), "are not integers"),
+        (qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), "prunes its weights"),
     ):
         with pytest.raises(ValueError, match=message):
             lsq(recipe=recipe)
@@ -489,7 +317,7 @@ def test_pact_clips_less_of_what_is_penalized() -> None:
 
 def test_learned_clips_follow_the_weight() -> None:
     layer = nn.Linear(64, 8)
-    quantize_(layer, lsq(recipe=uintx_weight_only("uint4", 32), weights="clip"))
+    quantize_(layer, lsq(recipe=qtorch.uintx_weight_only("uint4", 32), weights="clip"))
     quantizer = layer.weight_quantizer
     assert isinstance(quantizer, LearnedClip)
     scale, zero_point = quantizer.converted_qparams(layer.weight)

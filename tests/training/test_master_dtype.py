@@ -1,7 +1,5 @@
 """A weight in training of another dtype than its master, as FSDP2's `param_dtype` makes one: codes of all bits."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -10,27 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, quantize_
+from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, quantize_, training
 from qtorch.recipes.base import Recipe
-from qtorch.training import (
-    MasterWeight,
-    TrainingSpec,
-    float8_training,
-    int8_mixed_precision_training,
-    int8_tilewise_training,
-    mxfp8_training,
-    qat,
-    switchback_training,
-)
+from qtorch.training import MasterWeight, TrainingSpec
 
 RECIPES = [
-    int8_mixed_precision_training(),
-    float8_training(),
-    mxfp8_training(),
-    int8_tilewise_training(),
-    switchback_training(),
-    qat(int4_weight_only(group_size=32)),
-    qat(int8_dynamic_activation_int8_weight()),
+    training.int8_mixed_precision_training(),
+    training.float8_training(),
+    training.mxfp8_training(),
+    training.int8_tilewise_training(),
+    training.switchback_training(),
+    training.qat(int4_weight_only(group_size=32)),
+    training.qat(int8_dynamic_activation_int8_weight()),
 ]
 BF16 = torch.bfloat16
 

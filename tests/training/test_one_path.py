@@ -1,22 +1,14 @@
 """Layers with state and weights without take one path of fake quantization, and give the same numbers; so do all
 recipes of training with a gradient and without, and when they serve."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from torch import nn
 
-from qtorch import (
-    compute_error,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_static_activation_int8_weight,
-    quantize_,
-)
+import qtorch
+from qtorch import compute_error, int4_weight_only, int8_dynamic_activation_int8_weight, quantize_
 from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import convert, lsq, pact, qat, scheduled_qat
 from qtorch.training.quantization_aware import fake_quantize
@@ -24,9 +16,9 @@ from qtorch.training.quantization_aware.converted import sums_integers
 from tests.attack import training_recipes
 
 RECIPES: list[WeightRecipe] = [
-    int8_dynamic_activation_int4_weight(group_size=32),
+    qtorch.int8_dynamic_activation_int4_weight(group_size=32),
     int8_dynamic_activation_int8_weight(),
-    int8_static_activation_int8_weight(0.03),
+    qtorch.int8_static_activation_int8_weight(0.03),
     int4_weight_only(group_size=32),
 ]
 

@@ -1,4 +1,4 @@
-"""QuantizationSchedule: steps, static ranges, freezing, saving and loading, for the engine and for QAT."""
+"""Schedules, of the engine and of QAT: steps, static and observed ranges, freezing, saving, conversion."""
 
 import copy
 import pickle
@@ -9,25 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import PerTensor, compute_error, int8_dynamic_activation_int8_weight, quantize_
-from qtorch import int8_static_activation_int8_weight as w8a8_static
+import qtorch
+from qtorch import PerTensor, compute_error, int8_dynamic_activation_int8_weight, quantize_, training
 from qtorch.calibration import delayed_scaling, moving_average, percentile, weighted_stats
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
-from qtorch.training import (
-    GemmSpec,
-    QuantizationSchedule,
-    TrainingSpec,
-    advance_with,
-    convert,
-    fully_quantized,
-    integer,
-    qat,
-    scheduled_training,
-)
+from qtorch.training import GemmSpec, QuantizationSchedule, TrainingSpec, convert, integer, lsq, qat, scheduled_qat
 from qtorch.training.quantization_aware.schedule import OPERANDS
+from tests.training.small_model import fit, mlp
 
-PER_TENSOR = fully_quantized(8, 8, PerTensor())
+PER_TENSOR = training.fully_quantized(8, 8, PerTensor())
 
 
 def model_of(recipe: Any, width: int = 16) -> nn.Sequential:
@@ -51,9 +42,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_floating_point_until_the_start() -> None:
     schedule = QuantizationSchedule(start_step=2)
-    model, x = model_of(scheduled_training(schedule=schedule)), torch.randn(64, 16)
+    model, x = model_of(training.scheduled_training(schedule=schedule)), torch.randn(64, 16)
     optimizer = sgd(model)
-    advance_with(optimizer, model)
+    training.advance_with(optimizer, model)
     kernels = []
     for _ in range(4):
         wanted = functional.linear(model[0].weight.detach() @ torch.eye(16), torch.eye(16))
@@ -73,13 +64,13 @@ def test_floating_point_until_the_start() -> None:
 
 
 def test_passes_count_where_no_optimizer_does() -> None:
-    model = model_of(scheduled_training(schedule=QuantizationSchedule(start_step=3)))
+    model = model_of(training.scheduled_training(schedule=QuantizationSchedule(start_step=3)))
     for _ in range(5):
         model(torch.randn(4, 16))
     model.eval()(torch.randn(4, 16))
     assert model[0].contraction_state.step == 5
     optimizer = sgd(model)
-    handle = advance_with(optimizer, model)
+    handle = training.advance_with(optimizer, model)
     model.train()(torch.randn(4, 16))
     assert model[0].contraction_state.step == 5
     optimizer.step()
@@ -91,9 +82,9 @@ def test_passes_count_where_no_optimizer_does() -> None:
 
 def test_a_schedule_with_gradient_accumulation() -> None:
     """Two passes for each step count once."""
-    model = model_of(scheduled_training(schedule=QuantizationSchedule(start_step=1)))
+    model = model_of(training.scheduled_training(schedule=QuantizationSchedule(start_step=1)))
     optimizer = sgd(model)
-    advance_with(optimizer, model)
+    training.advance_with(optimizer, model)
     for _ in range(2):
         model(torch.randn(4, 16)).sum().backward()
     optimizer.step()
@@ -105,7 +96,7 @@ def test_static_operands(static: tuple[str, ...]) -> None:
     """Ranges follow the data by the moving average, freeze, and dynamic operands are those of each call."""
     schedule = QuantizationSchedule(freeze_step=3, static=static, ema_updates=2)
     model = nn.Sequential(nn.Linear(16, 8, bias=False))
-    quantize_(model, scheduled_training(PER_TENSOR, schedule))
+    quantize_(model, training.scheduled_training(PER_TENSOR, schedule))
     seen: dict[str, list[float]] = {name: [] for name in OPERANDS}
     bounds: dict[str, list[float]] = {name: [] for name in static}
     layer = model[0]
@@ -137,7 +128,9 @@ def test_a_static_layer_converts(module: str) -> None:
     keys = [name for name, _ in model.named_parameters()]
     quantize_(
         model,
-        {r"0\.weight": scheduled_training(spec, STATIC)} if module == "conv" else scheduled_training(spec, STATIC),
+        {r"0\.weight": training.scheduled_training(spec, STATIC)}
+        if module == "conv"
+        else training.scheduled_training(spec, STATIC),
     )
     assert [name for name, _ in model.named_parameters()] == keys
     shape = (40, 32) if module == "linear" else (3, 8, 9, 9)
@@ -148,7 +141,7 @@ def test_a_static_layer_converts(module: str) -> None:
     x = torch.randn(shape)
     with torch.no_grad():
         trained = model.eval()(x)
-        quantize_(model, convert())
+        quantize_(model, training.convert())
         served = model(x)
     assert type(model[0]) in (nn.Linear, nn.Conv2d)
     assert torch.equal(trained, served)
@@ -162,13 +155,13 @@ def test_a_static_layer_converts(module: str) -> None:
 
 def test_saved_with_the_model() -> None:
     """State dict, pickle and copy have step and ranges; training resumes exactly."""
-    recipe = scheduled_training(
+    recipe = training.scheduled_training(
         PER_TENSOR, QuantizationSchedule(2, 7, ("output.lhs", "grad_input.lhs"), delayed_scaling(4))
     )
     whole, part = model_of(recipe), model_of(recipe)
     for model, counts in ((whole, [9]), (part, [4])):
         optimizer = sgd(model)
-        advance_with(optimizer, model)
+        training.advance_with(optimizer, model)
         for count in counts:
             steps(model, optimizer, count)
     resumed = model_of(recipe)
@@ -180,7 +173,7 @@ def test_saved_with_the_model() -> None:
         assert all(
             torch.equal(a, b) for a, b in zip(other.state_dict().values(), part.state_dict().values(), strict=True)
         )
-    advance_with(again, resumed)
+    training.advance_with(again, resumed)
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         torch.randn(64, 16, generator=generator)
@@ -194,11 +187,11 @@ def test_saved_with_the_model() -> None:
 
 def test_the_same_schedule_for_qat() -> None:
     schedule = QuantizationSchedule(start_step=2, freeze_step=5, static=("output.lhs",), ema_updates=4)
-    recipe = qat(w8a8_static(), schedule=schedule)
+    recipe = qat(qtorch.int8_static_activation_int8_weight(), schedule=schedule)
     assert from_json(to_json(recipe)) == recipe
     model = model_of(recipe)
     optimizer = sgd(model)
-    advance_with(optimizer, model)
+    training.advance_with(optimizer, model)
     layer, x = model[0], torch.randn(64, 16)
     ranges = []
     for step in range(8):
@@ -223,7 +216,7 @@ def follow(observer: Any, batches: list[Tensor]) -> list[float]:
     layer = nn.Linear(batches[0].shape[1], 4)
     schedule = QuantizationSchedule(static=("output.lhs",), observer=observer)
     model = nn.Sequential(layer)
-    quantize_(model, scheduled_training(TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8))), schedule))
+    quantize_(model, training.scheduled_training(TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8))), schedule))
     bounds = []
     for batch in batches:
         model(batch)
@@ -267,7 +260,7 @@ def test_observers_of_aqt_calibrate() -> None:
         (moving_average(1.0), largest[-1]),
     ):
         model = nn.Sequential(nn.Linear(16, 4))
-        quantize_(model, calibrated(w8a8_static(), batches, observer=observer))
+        quantize_(model, calibrated(qtorch.int8_static_activation_int8_weight(), batches, observer=observer))
         scale = model[0].weight.act_scale.item()
         low, high = model[0].weight.scheme.activation.code_range
         assert wanted / 128 * 0.99 < scale < 2 * wanted / (high - low) * 1.01
@@ -278,19 +271,21 @@ ERRORS = {
     "ema_updates is at least 1": lambda: QuantizationSchedule(ema_updates=0),
     "does not follow batches": lambda: QuantizationSchedule(observer=percentile()),
     "scales would never be in use": lambda: QuantizationSchedule(5, 5),
-    "the spec does not quantize it": lambda: scheduled_training(
+    "the spec does not quantize it": lambda: training.scheduled_training(
         TrainingSpec(GemmSpec(integer(8), integer(8))), QuantizationSchedule(static=("grad_input.lhs",))
     ),
-    "has a scale for each token": lambda: scheduled_training(
-        fully_quantized(), QuantizationSchedule(static=("output.lhs",))
+    "has a scale for each token": lambda: training.scheduled_training(
+        training.fully_quantized(), QuantizationSchedule(static=("output.lhs",))
     ),
-    "leave these out": lambda: qat(w8a8_static(), start_step=1, schedule=QuantizationSchedule()),
+    "leave these out": lambda: qat(
+        qtorch.int8_static_activation_int8_weight(), start_step=1, schedule=QuantizationSchedule()
+    ),
     "has no static activation": lambda: qat(
         int8_dynamic_activation_int8_weight(), schedule=QuantizationSchedule(static=("output.lhs",))
     ),
-    "have no schedule": lambda: advance_with(sgd(nn.Linear(2, 2)), nn.Linear(2, 2)),
+    "have no schedule": lambda: training.advance_with(sgd(nn.Linear(2, 2)), nn.Linear(2, 2)),
     "exactly these; this is one of Embedding": lambda: quantize_(
-        nn.Sequential(nn.Embedding(4, 4)), {r"0\.weight": scheduled_training()}
+        nn.Sequential(nn.Embedding(4, 4)), {r"0\.weight": training.scheduled_training()}
     ),
     "coefficients are not negative": lambda: weighted_stats(max_dev=0),
     "history is at least 1": lambda: delayed_scaling(0),
@@ -305,26 +300,128 @@ def test_errors(message: str) -> None:
 
 def test_no_range_without_data() -> None:
     spec = TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8)))
-    model = model_of(scheduled_training(spec, STATIC))
+    model = model_of(training.scheduled_training(spec, STATIC))
     with pytest.raises(ValueError, match=r"the range of output\.lhs is not known: train first"):
-        quantize_(model, convert())
+        quantize_(model, training.convert())
     with pytest.raises(ValueError, match="no scale yet"):
         model.eval()(torch.randn(2, 16))
 
 
-def test_compiled() -> None:
-    """The steps of a schedule go on in a compiled model, with the numbers of the eager one."""
-    schedule = QuantizationSchedule(2, 5, ("output.lhs", "output.rhs"), ema_updates=3)
-    model = model_of(scheduled_training(PER_TENSOR, schedule))
-    other = copy.deepcopy(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(other, backend="aot_eager")
-    for step in range(7):
-        x = torch.randn(8, 16) * (step + 1)
-        y, z = model(x), compiled(x)
-        assert torch.equal(y, z)
-        y.sum().backward()
-        z.sum().backward()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    assert other[0].contraction_state.steps == 7
+# --- layers with fake quantization ---
+
+
+W8A8 = qtorch.int8_static_activation_int8_weight(0.03)
+STATIC_FLOAT8 = qtorch.float8_static_activation_float8_weight(0.01)
+
+# Recipe, whether it sums integers.
+RECIPES = [
+    (scheduled_qat(qtorch.int8_dynamic_activation_int4_weight(), 2, 5), True),
+    (scheduled_qat(qtorch.int4_weight_only(group_size=32), 2, 5), False),
+    (scheduled_qat(W8A8, 2, 5), True),
+    (scheduled_qat(W8A8, 2, 5, "moving_average"), True),
+    (scheduled_qat(W8A8, observer="min_max"), True),
+    (scheduled_qat(STATIC_FLOAT8, 2, 5, "moving_average"), False),
+    (scheduled_qat(qtorch.float8_dynamic_activation_float8_weight(), 2, 5), False),
+    (scheduled_qat(qtorch.mxfp4_weight_only(), 2, 5), False),
+    (scheduled_qat(qtorch.nvfp4_weight_only(), 2), False),
+    (lsq(start_step=2, freeze_step=5), True),
+    (lsq(weights="clip", activation_offset=True, start_step=2, freeze_step=5), True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:qtorch")
+@pytest.mark.parametrize(("recipe", "integers"), RECIPES, ids=[f"{i} {case[0]}" for i, case in enumerate(RECIPES)])
+def test_float_then_fake_quantized_then_frozen(recipe, integers: bool) -> None:
+    torch.manual_seed(0)
+    floats = mlp()
+    model = copy.deepcopy(floats)
+    quantize_(model, recipe)
+    ours, theirs = fit(model, 3), fit(floats, 3)
+    start = recipe.start_step
+    assert ours[:start] == theirs[:start]
+    assert all(a != b for a, b in zip(ours[start:], theirs[start:]))
+    fit(model, 2)
+    layer, x = model[0], torch.randn(9, 64)
+    frozen = None if layer.schedule is None else layer.schedule.frozen
+    scale = layer.weight_quantizer.converted_qparams(layer.weight, frozen)[0]
+    weight = layer.weight.detach().clone()
+    fit(model, 2, seed=1)
+    assert not torch.equal(layer.weight, weight)
+    again = layer.weight_quantizer.converted_qparams(layer.weight, frozen)[0]
+    assert torch.equal(scale, again) or recipe.freeze_step is None
+    model.eval()
+    with torch.no_grad():
+        wanted = model(x)
+    quantize_(model, convert())
+    assert type(model[0]) is nn.Linear
+    served = model[0].weight.dense_scale()
+    assert torch.equal(served, again)
+    got = model(x)
+    assert torch.equal(got, wanted) if integers else compute_error(wanted, got) > 70
+    assert 10 < compute_error(layer.weight.dequantize(), weight) < 60
+
+
+def test_eval_mode_serves_whatever_the_step() -> None:
+    model, x = mlp(), torch.randn(9, 64)
+    quantize_(model, scheduled_qat(qtorch.int8_dynamic_activation_int4_weight(), start_step=100))
+    floats = model(x)
+    assert model[0].schedule.step == 1
+    wanted = model.eval()(x)
+    assert model[0].schedule.step == 1
+    assert 10 < compute_error(floats, wanted) < 40
+    quantize_(model, convert())
+    assert torch.equal(model(x), wanted)
+
+
+def test_scales_that_follow_pass_all_gradients_and_held_ones_do_not() -> None:
+    layer = nn.Linear(64, 32)
+    quantize_(layer, scheduled_qat(qtorch.int8_dynamic_activation_int4_weight(), freeze_step=1))
+    x = torch.randn(16, 64)
+    layer(x).sum().backward()
+    assert layer.weight.grad.count_nonzero() == layer.weight.numel()
+    layer.weight.grad = None
+    with torch.no_grad():
+        layer.weight[1, 1] = 3.0
+    layer(x).sum().backward()
+    assert layer.weight.grad[1, 1] == 0
+    assert layer.weight.grad.count_nonzero() > 1500
+
+
+def test_observed_ranges() -> None:
+    batches = [torch.full((2, 64), value) for value in (1.0, 3.0, 2.0)]
+    for observer, wanted in ((moving_average(0.5), 2.0), ("min_max", 3.0)):
+        layer = nn.Linear(64, 32)
+        quantize_(layer, scheduled_qat(W8A8, observer=observer))
+        for x in batches:
+            layer(x)
+        assert layer.input_quantizer.max_val.item() == wanted
+        quantize_(layer, convert())
+        torch.testing.assert_close(layer.weight.act_scale.item(), wanted / 127)
+    layer = nn.Linear(64, 32)
+    quantize_(layer, scheduled_qat(W8A8, observer="moving_average"))
+    with pytest.raises(ValueError, match="no input has been seen"):
+        quantize_(layer, convert())
+    with pytest.raises(ValueError, match="no scale yet: train on a batch, or call"):
+        layer.eval()(batches[0])
+    assert training.calibrate(layer, batches) == 1
+    # Weights .99^2, .99, 1.
+    torch.testing.assert_close(layer.input_quantizer.max_val.item(), (0.9801 + 2.97 + 2) / 2.9701)
+    quantize_(layer, convert())
+
+
+def test_what_is_refused() -> None:
+    for arguments, message in (
+        ((qtorch.int8_weight_only(), -1), "start_step is -1"),
+        ((qtorch.int8_weight_only(), 5, 5), "freeze_step is 5, start_step 5"),
+        ((qtorch.int8_weight_only(), 0, None, "moving_average"), "no static activations to observe"),
+        ((W8A8, 0, None, "mean"), "observer is an observer such as"),
+        ((qtorch.nf4_weight_only(),), "CodebookSpec"),
+        ((qtorch.nvfp4_weight_only(), 0, 3), "cannot freeze"),
+        ((qtorch.int8_dynamic_activation_int8_semi_sparse_weight(),), "prunes its weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scheduled_qat(*arguments)
+    for takes in (scheduled_qat, qat, lambda recipe: lsq(recipe=recipe)):
+        for recipe in ("int8", lsq()):
+            with pytest.raises(TypeError, match="takes an inference recipe"):
+                takes(recipe)

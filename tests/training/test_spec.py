@@ -1,7 +1,5 @@
 """GemmSpec, TrainingSpec: what makes sense, and what is refused with the axis named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,5 @@
 """The training recipes: as values, which kernels they run, optimizers, checkpoints, and a model that learns."""
 
-from __future__ import annotations
-
-import copy
 import dataclasses
 import json
 import warnings
@@ -11,46 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import nn
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    PerGroup,
-    PerTensor,
-    compute_error,
-    int4_weight_only,
-    int8_static_activation_int8_weight,
-    quantize_,
-)
+from qtorch import AffineQuantizedTensor, PerGroup, PerTensor, compute_error, int4_weight_only, quantize_, training
 from qtorch.calibration import min_max
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
 from qtorch.recipes.base import RECIPES as REGISTERED
 from qtorch.recipes.base import Recipe
-from qtorch.training import (
-    CodesWeight,
-    Int8MixedPrecisionTrainingConfig,
-    MasterWeight,
-    QuantizationSchedule,
-    TrainingWeight,
-    bitnet_training,
-    convert,
-    float8_training,
-    fully_quantized,
-    int4_weight_only_quantized_training,
-    int8_mixed_precision_training,
-    int8_tilewise_training,
-    int8_weight_only_quantized_training,
-    lsq,
-    mixed_precision_training,
-    mxfp8_training,
-    pact,
-    qat,
-    scheduled_qat,
-    scheduled_training,
-    switchback_training,
-)
+from qtorch.training import Int8MixedPrecisionTrainingConfig, float8_training, int8_mixed_precision_training
 from qtorch.training.recipes.base import TrainingRecipe
 from tests.attack import training_recipes
 from tests.every_recipe import is_of_users
@@ -62,15 +29,15 @@ ALL = [
     int8_mixed_precision_training(),
     int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(grad_weight=False)),
     int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(stochastic_rounding=True)),
-    switchback_training(),
-    int8_tilewise_training(),
+    training.switchback_training(),
+    training.int8_tilewise_training(),
     float8_training("rowwise"),
     float8_training("tensorwise"),
-    mxfp8_training(),
-    bitnet_training(),
-    mixed_precision_training(fully_quantized(4, 8)),
-    int8_weight_only_quantized_training(),
-    int4_weight_only_quantized_training(),
+    training.mxfp8_training(),
+    training.bitnet_training(),
+    training.mixed_precision_training(training.fully_quantized(4, 8)),
+    training.int8_weight_only_quantized_training(),
+    training.int4_weight_only_quantized_training(),
 ]
 KNOWN = {recipe.name for recipe in ALL}
 ALL += [cls() for cls in REGISTERED.values() if issubclass(cls, TrainingRecipe) and is_of_users(cls)]
@@ -99,16 +66,18 @@ def test_every_recipe_is_tested() -> None:
     assert mine <= set(qtorch.training.__all__)
 
 
-STATIC = int8_static_activation_int8_weight(0.03)
+STATIC = qtorch.int8_static_activation_int8_weight(0.03)
 VALUES = [
     *ALL,
     *(training_recipes.make(name) for name in training_recipes.NAMES),
-    lsq(2, None, PerGroup(32), edge_bits=8),
-    lsq(recipe=int4_weight_only()),
-    pact(),
-    qat(int4_weight_only(group_size=32), compute_dtype=torch.bfloat16),
-    scheduled_qat(STATIC, 2, 5, "min_max"),
-    scheduled_training(fully_quantized(8, 8, PerTensor()), QuantizationSchedule(1, 9, ("output.lhs",), min_max())),
+    training.lsq(2, None, PerGroup(32), edge_bits=8),
+    training.lsq(recipe=int4_weight_only()),
+    training.pact(),
+    training.qat(int4_weight_only(group_size=32), compute_dtype=torch.bfloat16),
+    training.scheduled_qat(STATIC, 2, 5, "min_max"),
+    training.scheduled_training(
+        training.fully_quantized(8, 8, PerTensor()), training.QuantizationSchedule(1, 9, ("output.lhs",), min_max())
+    ),
 ]
 
 
@@ -127,7 +96,8 @@ def test_weights_train_and_everything_else_is_left(recipe: Recipe) -> None:
     report = quantize_(made, recipe)
     assert len(report.quantized) == 2
     assert all(
-        isinstance(made[i].weight, TrainingWeight | nn.Parameter) and made[i].weight.requires_grad for i in (0, 2)
+        isinstance(made[i].weight, training.TrainingWeight | nn.Parameter) and made[i].weight.requires_grad
+        for i in (0, 2)
     )
     assert made[0].bias is bias
     frozen = model(None).requires_grad_(False)
@@ -176,14 +146,18 @@ def test_count_of_int8_matmuls(config: Int8MixedPrecisionTrainingConfig, forward
 @pytest.mark.parametrize(
     ("recipe", "forward", "backward"),
     [
-        (switchback_training(), {"int_matmul": 1}, {"int_matmul": 1}),
-        (int8_tilewise_training(), {"int8_block_mm": 1}, {"int8_block_mm": 2}),
+        (training.switchback_training(), {"int_matmul": 1}, {"int_matmul": 1}),
+        (training.int8_tilewise_training(), {"int8_block_mm": 1}, {"int8_block_mm": 2}),
         (float8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
-        (mxfp8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
-        (bitnet_training(), {"int_matmul": 1}, {"weight_only_mm": 2}),
-        (mixed_precision_training(fully_quantized(4, 8)), {"int_matmul": 1}, {"int_matmul": 2}),
-        (int8_weight_only_quantized_training(), {"linear:weight_only_mm": 1}, {"linear:weight_only_mm": 1}),
-        (int4_weight_only_quantized_training(), {"linear:packed_weight_mm": 1}, {"linear:packed_weight_mm": 1}),
+        (training.mxfp8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
+        (training.bitnet_training(), {"int_matmul": 1}, {"weight_only_mm": 2}),
+        (training.mixed_precision_training(training.fully_quantized(4, 8)), {"int_matmul": 1}, {"int_matmul": 2}),
+        (training.int8_weight_only_quantized_training(), {"linear:weight_only_mm": 1}, {"linear:weight_only_mm": 1}),
+        (
+            training.int4_weight_only_quantized_training(),
+            {"linear:packed_weight_mm": 1},
+            {"linear:packed_weight_mm": 1},
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, Recipe) else "",
 )
@@ -227,14 +201,16 @@ def test_a_model_learns(recipe: Recipe) -> None:
     assert loss["quantized"] < limit.get(recipe.name, 1.5) * loss["float"] + 0.002
 
 
-@pytest.mark.parametrize("recipe", [ALL[0], bitnet_training(), ALL[10], ALL[11]], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [ALL[0], training.bitnet_training(), ALL[10], ALL[11]], ids=lambda recipe: recipe.name
+)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:
     """A step moves each weight as it moves a float weight of the same value and gradient."""
     made = model(recipe)
     twins = [
-        nn.Parameter(p.detach().dequantize() if isinstance(p, TrainingWeight) else p.detach().clone())
+        nn.Parameter(p.detach().dequantize() if isinstance(p, training.TrainingWeight) else p.detach().clone())
         for p in made.parameters()
     ]
     made(torch.randn(40, 64)).square().sum().backward()
@@ -244,11 +220,13 @@ def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:
     for parameters in (list(made.parameters()), twins):
         kind(parameters, **options, **how).step()
     for twin, p in zip(twins, made.parameters()):
-        if isinstance(p, CodesWeight):
+        if isinstance(p, training.CodesWeight):
             step = p.scales()[0].max()
             assert (p.dequantize() - twin).abs().max() < 1.01 * step * (2 if kind is torch.optim.AdamW else 1)
         else:
-            torch.testing.assert_close(p.floats() if isinstance(p, TrainingWeight) else p, twin, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                p.floats() if isinstance(p, training.TrainingWeight) else p, twin, rtol=1e-6, atol=1e-7
+            )
 
 
 @every_recipe
@@ -276,68 +254,15 @@ def test_dequantize_goes_back(recipe: Recipe) -> None:
     assert torch.equal(made[0].weight, values)
 
 
-def gradients(made: nn.Module, y: Tensor) -> list[Tensor]:
-    made.zero_grad()
-    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
-    return [y.detach(), *(p.grad for p in made.parameters())]
-
-
-QUICK = ("int8_tilewise_training", "bitnet_training", "int8_weight_only_quantized_training")
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param(recipe, marks=() if recipe.name in QUICK else pytest.mark.slow, id=str(recipe))
-        for recipe in ALL
-        if "stochastic_rounding=True" not in str(recipe)  # graphs draw other random numbers
-    ],
-)
-def test_compile_traces_one_graph(recipe: Recipe) -> None:
-    made = model(recipe)
-    compiled = torch.compile(made, fullgraph=True, dynamic=True, backend="aot_eager")
-    for batch in (70, 45, 133):
-        x = torch.randn(batch, 64)
-        with torch._dynamo.config.patch(error_on_recompile=batch != 70):
-            got = gradients(made, compiled(x))
-        for a, b in zip(got, gradients(made, made(x))):
-            assert compute_error(b, a) > 100
-
-
-REGISTRY = {name: training_recipes.make(name) for name in training_recipes.NAMES}
-REGISTRY["groups"] = mixed_precision_training(fully_quantized(granularity=PerGroup(32)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REGISTRY)
-def test_inductor(name: str) -> None:
-    """Three shapes in one graph, none square: a square hides what Inductor does to a tensor beside its transpose."""
-    torch.compiler.reset()
-    torch.manual_seed(1)
-    made = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 96), nn.Linear(96, 32))
-    quantize_(made, REGISTRY[name])
-    other, results = copy.deepcopy(made), []
-    for each, run in ((made, made), (other, torch.compile(other, fullgraph=True, backend="inductor"))):
-        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        with record_kernels() as ran:
-            y = run(x)
-        y.square().mean().backward()
-        results.append([y.detach(), x.grad, *(p.grad for p in each.parameters() if p.requires_grad)])
-    assert ran or name not in ("int8_mixed_precision_training", "switchback_training", "bitnet_training"), "no products"
-    for wanted, got in zip(*results, strict=True):
-        # A code may round the other way after a fused multiplication. The gradient of an adapter is zero at first.
-        assert torch.equal(wanted, got) or compute_error(wanted, got) > 40
-
-
 def test_errors_leave_the_model_as_it_was() -> None:
     made = nn.Sequential(nn.Linear(40, 33))
     before = made[0].weight
     with pytest.raises(ValueError, match=r"0: block_size \(32, 32\) does not divide shape \(33, 40\)"):
-        quantize_(made, int8_tilewise_training())
+        quantize_(made, training.int8_tilewise_training())
     with pytest.raises(ValueError, match="0: block_size"):
-        quantize_(made, mxfp8_training())
+        quantize_(made, training.mxfp8_training())
     with pytest.raises(ValueError, match=r"0: takes float32, .* weights, this one is torch\.float64"):
-        quantize_(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), bitnet_training())
+        quantize_(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), training.bitnet_training())
     with pytest.raises(ValueError, match="granularity is 'rowwise' or 'tensorwise', got 'blockwise'"):
         float8_training("blockwise")
     assert made[0].weight is before
@@ -365,10 +290,10 @@ def test_convert_takes_what_was_trained_and_nothing_else() -> None:
     made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     quantize_(made, {"0": int8_mixed_precision_training()})
     other = made[1].weight
-    report = quantize_(made, convert())
+    report = quantize_(made, training.convert())
     assert [layer.name for layer in report.quantized] == ["0.weight"]
     assert report.skipped[0].detail == "no TrainingWeight or PreparedModule"
     assert made[1].weight is other
-    assert not isinstance(made[0].weight, MasterWeight)
+    assert not isinstance(made[0].weight, training.MasterWeight)
     with pytest.raises(ValueError, match="nothing to quantize"):
-        quantize_(made, convert())
+        quantize_(made, training.convert())

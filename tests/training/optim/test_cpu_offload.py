@@ -3,10 +3,7 @@
 Without a GPU the parameters lie on the CPU; `_offloads` is then made to say that they have to be copied all the same.
 """
 
-from __future__ import annotations
-
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ import torch
 from torch import nn
 
 from qtorch.training.optim import AdamW8bit, CPUOffloadOptimizer
-from tests.training.optim.training import cosine, loss_of, make_model, parameters_of, train
+from tests.training.small_model import cosine, loss_of, make_model, parameters_of, train
 
 CLASSES = [torch.optim.AdamW, AdamW8bit]
 
@@ -80,29 +77,6 @@ def test_the_norm_is_that_of_all(way: dict[str, Any]) -> None:
         loss_of(m, 0).backward()
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resuming(cls: type[torch.optim.Optimizer], dtype: torch.dtype, way: dict[str, Any]) -> None:
-    def start() -> tuple[nn.Module, Any, Any]:
-        model = make_model(dtype)
-        optimizer = CPUOffloadOptimizer(model.parameters(), cls, lr=1e-2, **way)
-        return model, optimizer, cosine(optimizer, 6)
-
-    model, optimizer, scheduler = start()
-    run(model, optimizer, range(6), scheduler)
-    expected = parameters_of(model)
-    parts = start()
-    run(parts[0], parts[1], range(4), parts[2])
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in parts], file)
-    file.seek(0)
-    parts = start()
-    for part, state in zip(parts, torch.load(file), strict=True):
-        part.load_state_dict(state)
-    run(parts[0], parts[1], range(4, 6), parts[2])
-    assert all(map(torch.equal, expected, parameters_of(parts[0])))
 
 
 def test_state_of_one_optimizer() -> None:

@@ -1,7 +1,5 @@
 """Adam with moments in codes: it trains as Adam does, holds what it says in memory, and takes what Adam takes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -13,13 +11,9 @@ from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.training import (
-    MasterWeight,
-    int8_mixed_precision_training,
-    int8_weight_only_quantized_training,
-)
+from qtorch.training import MasterWeight, int8_mixed_precision_training, int8_weight_only_quantized_training
 from qtorch.training.optim import Adam8bit, AdamFp8, AdamW8bit, AdamWFp8, _AdamW
-from tests.training.optim.training import ALL, QUANTIZED, cosine, loss_of, make_model, parameters_of, train
+from tests.training.small_model import ALL, QUANTIZED, cosine, loss_of, make_model, parameters_of, train
 
 GAPS = {"8bit": 0.01, "4bit": 0.05, "Fp8": 0.03, "_AdamW": 1e-5}
 """Most relative distance of the loss from torch's."""

@@ -1,9 +1,5 @@
 """QGaLoreAdamW8bit: the subspace, when it is computed anew, and training of weights in INT8."""
 
-from __future__ import annotations
-
-import copy
-import io
 import itertools
 from typing import Any
 
@@ -16,7 +12,7 @@ from qtorch.dtypes.blocked_tensor import BlockedTensor
 from qtorch.training import CodesWeight, int8_weight_only_quantized_training
 from qtorch.training.optim import AdamW8bit, QGaLoreAdamW8bit
 from qtorch.training.optim.qgalore import gram, orthonormal, rotated, stored, top_directions
-from tests.training.optim.training import cosine, make_model, parameters_of, train
+from tests.training.small_model import cosine, make_model, parameters_of, train
 
 
 def basis(rank: int, width: int, seed: int = 0) -> Tensor:
@@ -139,35 +135,6 @@ def test_trains_weights_in_int8() -> None:
         losses[name] = train(model, optimizer, range(1, 120), cosine(optimizer, 120))
         assert losses[name] < 0.5 * first
     assert losses["Q-GaLore"] < 1.3 * losses["AdamW8bit"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("codes", [False, True])
-def test_resuming_changes_nothing(dtype: torch.dtype, codes: bool) -> None:
-    """From random rounding of the codes, which is torch's generator's, at the same state."""
-
-    def start() -> tuple[nn.Module, Any]:
-        model = make_model(dtype)
-        if codes:
-            quantize_(model, int8_weight_only_quantized_training())
-        return model, QGaLoreAdamW8bit(groups(model, update_proj_gap=3), lr=1e-2)
-
-    parts = start()
-    train(*parts, range(5))
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in parts], file)
-    torch.manual_seed(5)
-    train(*parts, range(5, 9))
-    file.seek(0)
-    others = start()
-    for part, state in zip(others, torch.load(file), strict=True):
-        part.load_state_dict(state)
-    torch.manual_seed(5)
-    train(*others, range(5, 9))
-    for ours, expected in zip(others[0].parameters(), parts[0].parameters(), strict=True):
-        floats = [w.dequantize() if isinstance(w, CodesWeight) else w for w in (ours, expected)]
-        assert torch.equal(*floats)
-    assert copy.deepcopy(others[1]).state_dict()["state"].keys() == others[1].state_dict()["state"].keys()
 
 
 def test_arguments() -> None:

@@ -1,21 +1,36 @@
-"""A small model that the tests of optimizers train."""
+"""Small models, and how tests train them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qtorch.training import optim
+from qtorch.training import optim, parameter_groups
 
 QUANTIZED = {
     name: getattr(optim, name) for name in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
 }
 ALL = {**QUANTIZED, "_AdamW": optim._AdamW}
 
-Make = Callable[[Any], torch.optim.Optimizer]
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Two layers, one without a bias, whose input has no negative numbers."""
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)).to(dtype)
+
+
+def fit(model: nn.Module, steps: int = 4, seed: int = 0) -> list[float]:
+    """Train it to shift its input; the losses."""
+    generator, losses = torch.Generator().manual_seed(seed), []
+    optimizer = torch.optim.AdamW(parameter_groups(model, 2e-3, scale_lr=1e-2))
+    dtype = next(model.parameters()).dtype
+    for _ in range(steps):
+        x = torch.randn(256, 64, generator=generator).to(dtype)
+        loss = (model(x) - x.roll(1, 1)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def make_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
