@@ -1,6 +1,7 @@
 """Compiled weight-only layers whose codes are no integers, against exact arithmetic: every type, build and variant."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,7 +74,8 @@ def test_numbers_of_codes(name: str) -> None:
     kind, found = qdtype(name), CodeValues.of_type(name)
     codes = torch.arange(2**kind.bits, dtype=torch.uint8).view(kind.storage)
     torch.testing.assert_close(found.table[0, : found.length], kind.decode(codes), rtol=0, atol=0, equal_nan=True)
-    has_exponent = kind.bits > 4 and "fnuz" not in name and "midrise" not in name
+    # Numbers of fp16 with the largest exponent are infinite, or none.
+    has_exponent = kind.bits > 4 and not any(form in name for form in ("fnuz", "midrise", "e5m0"))
     assert (found.exponent > 0) == has_exponent
     assert not has_exponent or found.exponent + found.mantissa + 1 == kind.bits
 
@@ -168,7 +170,7 @@ def test_scales_of_scales_that_change(name: str) -> None:
 def test_damaged_scales_of_scales() -> None:
     """Memory that is not there is not read."""
     weight = weights("NVFP4")[-1]
-    arguments = weight.qdata, weight.shape[0], weight.scale, None, None, True, "float4_e2m1", -6.0, 6.0, "NONE"
+    arguments = weight.qdata, weight.shape[0], weight.scale, None, None, False, "float4_e2m1", -6.0, 6.0, "NONE"
     for scales in (("float8_e4m3fn", 8), ("float8_e4m3fn", 0)):
         with pytest.raises(ValueError, match="scales in groups of"):
             cpu_double_quantized_mm(
