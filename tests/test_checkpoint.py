@@ -13,16 +13,8 @@ from expecttest import assert_expected_inline
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    PerTensor,
-    QuantSpec,
-    int4_weight_only,
-    load_quantized,
-    quantize_,
-    save_quantized,
-)
+import qtorch
+from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.recipes.base import Recipe
 from tests.checkpoint_model import INT8, RECIPES, SMALL, Model, assert_same, contents, error, files, meta, quantized
 
@@ -50,7 +42,7 @@ def test_round_trip(recipe: Recipe, shard_size: int, build: Callable[[], Model],
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype, path: Path) -> None:
     saved = Model().to(dtype)
-    quantize_(saved, {"fc": int4_weight_only(group_size=16)})
+    quantize_(saved, {"fc": qtorch.int4_weight_only(group_size=16)})
     save_quantized(saved, path)
     assert_same(load_quantized(meta(), path), saved)
 
@@ -73,9 +65,11 @@ def test_state_dict(path: Path) -> None:
 
 
 def test_static_activation(path: Path) -> None:
-    spec = LinearSpec(QuantSpec(torch.int8), QuantSpec(torch.int8, PerTensor()), static=True)
+    spec = qtorch.LinearSpec(
+        qtorch.QuantSpec(torch.int8), qtorch.QuantSpec(torch.int8, qtorch.PerTensor()), static=True
+    )
     layer, x = nn.Linear(32, 32), torch.randn(3, 32)
-    weight = AffineQuantizedTensor.from_float(layer.weight, spec, act_scale=torch.full((1, 1), 0.03))
+    weight = qtorch.AffineQuantizedTensor.from_float(layer.weight, spec, act_scale=torch.full((1, 1), 0.03))
     layer.weight = nn.Parameter(weight, requires_grad=False)
     save_quantized(layer, path)
     assert "input_scale" in load_file(path)

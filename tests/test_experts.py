@@ -6,35 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    PerBlock,
-    PerTensor,
-    QuantSpec,
-    ZeroPointDomain,
-    float8_weight_only,
-    int4_weight_only,
-    int8_static_activation_int8_weight,
-    int8_weight_only,
-    load_quantized,
-    nf4_weight_only,
-    nvfp4_weight_only,
-    save_quantized,
-)
+import qtorch
 from qtorch.checkpoint.sources import Contents, Source
 from qtorch.checkpoint.stacked_experts import fuse_experts, is_fused, split_experts
 from qtorch.dtypes import QuantizedTensor
 from qtorch.recipes.base import WeightRecipe
 
 RECIPES = [
-    int8_weight_only(),
-    int4_weight_only(group_size=16),
-    float8_weight_only(),
-    float8_weight_only(granularity=PerTensor()),
-    nvfp4_weight_only(),
-    nf4_weight_only(group_size=32),
-    int8_static_activation_int8_weight(0.02),
+    qtorch.int8_weight_only(),
+    qtorch.int4_weight_only(group_size=16),
+    qtorch.float8_weight_only(),
+    qtorch.float8_weight_only(granularity=qtorch.PerTensor()),
+    qtorch.nvfp4_weight_only(),
+    qtorch.nf4_weight_only(group_size=32),
+    qtorch.int8_static_activation_int8_weight(0.02),
 ]
 
 FUSED = "layers.0.mlp.experts.gate_up_proj"
@@ -114,11 +99,11 @@ def test_a_fused_weight_is_cut_exactly(recipe: WeightRecipe) -> None:
 
 
 def test_square_blocks() -> None:
-    spec = QuantSpec("float8_e4m3fn", PerBlock((16, 16)), zero_point_domain=ZeroPointDomain.NONE)  # type: ignore[arg-type]
-    fused = AffineQuantizedTensor.from_float(torch.randn(2, 64, 32), LinearSpec(spec))
+    spec = qtorch.QuantSpec("float8_e4m3fn", qtorch.PerBlock((16, 16)), zero_point_domain=qtorch.ZeroPointDomain.NONE)  # type: ignore[arg-type]
+    fused = qtorch.AffineQuantizedTensor.from_float(torch.randn(2, 64, 32), qtorch.LinearSpec(spec))
     parts = split_experts("mlp.experts.gate_up_proj", fused, {})
     assert torch.equal(floats(parts["mlp.experts.1.up_proj.weight"]), fused.dequantize()[1, 32:])
-    misfit = AffineQuantizedTensor.from_float(torch.randn(2, 48, 32), LinearSpec(spec))
+    misfit = qtorch.AffineQuantizedTensor.from_float(torch.randn(2, 48, 32), qtorch.LinearSpec(spec))
     with pytest.raises(ValueError, match=r"mlp\.experts\.gate_up_proj.*24 rows cut through the blocks"):
         split_experts("mlp.experts.gate_up_proj", misfit, {})
 
@@ -142,14 +127,16 @@ def test_nothing_to_fuse_is_the_source_itself() -> None:
 
 def test_matrices_that_differ_are_named() -> None:
     stored = {f"mlp.experts.{e}.down_proj.weight": torch.randn(4, 16) for e in (0, 1)}
-    stored["mlp.experts.1.down_proj.weight"] = int8_weight_only().apply(stored["mlp.experts.1.down_proj.weight"])
+    stored["mlp.experts.1.down_proj.weight"] = qtorch.int8_weight_only().apply(stored["mlp.experts.1.down_proj.weight"])
     with pytest.raises(ValueError, match=r"mlp\.experts\.down_proj cannot be made from mlp\.experts\.0"):
         fuse_experts(Stored(stored), ["mlp.experts.down_proj"]).tensor("mlp.experts.down_proj")
 
 
 def test_static_activations_of_experts_have_to_agree() -> None:
     stored = {
-        f"mlp.experts.{e}.down_proj.weight": int8_static_activation_int8_weight(0.1 * (1 + e)).apply(torch.randn(4, 16))
+        f"mlp.experts.{e}.down_proj.weight": qtorch.int8_static_activation_int8_weight(0.1 * (1 + e)).apply(
+            torch.randn(4, 16)
+        )
         for e in (0, 1)
     }
     with pytest.raises(ValueError, match="static activations of the matrices have different scales"):
@@ -166,11 +153,11 @@ def test_models_whose_files_hold_fused_experts_are_refused() -> None:
 def test_a_name_that_a_tied_parameter_lacks(tmp_path: Path) -> None:
     """A file holds a tied tensor once; the model says which names are tied."""
     weight = torch.randn(4, 8)
-    save_quantized({"a.weight": weight}, tmp_path / "file.safetensors")
+    qtorch.save_quantized({"a.weight": weight}, tmp_path / "file.safetensors")
     model = nn.ModuleDict({"a": nn.Linear(8, 4, bias=False), "b": nn.Linear(8, 4, bias=False)})
     with pytest.raises(ValueError, match=r"missing key b\.weight"):
-        load_quantized(model, tmp_path / "file.safetensors")
+        qtorch.load_quantized(model, tmp_path / "file.safetensors")
     model["b"].weight = model["a"].weight
-    load_quantized(model, tmp_path / "file.safetensors")
+    qtorch.load_quantized(model, tmp_path / "file.safetensors")
     assert model["a"].weight is model["b"].weight
     assert torch.equal(model["b"].weight, weight)

@@ -9,18 +9,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    PerBlock,
-    PerToken,
-    QuantSpec,
-    explain,
-    int4_weight_only,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    quantize_,
-)
+from qtorch import explain, quantize_
 from qtorch.kernels import FallbackError, record_kernels, register
 from qtorch.kernels.registry import candidates
 from qtorch.model.explain import Explanation, Explanations
@@ -32,8 +21,10 @@ pytestmark = pytest.mark.usefixtures("torch_kernels")
 def only_reference(block: int) -> tuple[Tensor, Tensor]:
     """(input, weight) of a scheme that no kernel takes: blocks of rows with int8 activations. What has been warned of
     is remembered for the process, so every test takes a block of its own."""
-    spec = LinearSpec(QuantSpec(torch.int8, PerBlock((2, block))), QuantSpec(torch.int8, PerToken()))
-    return torch.randn(3, 2 * block), AffineQuantizedTensor.from_float(torch.randn(4, 2 * block), spec)
+    spec = qtorch.LinearSpec(
+        qtorch.QuantSpec(torch.int8, qtorch.PerBlock((2, block))), qtorch.QuantSpec(torch.int8, qtorch.PerToken())
+    )
+    return torch.randn(3, 2 * block), qtorch.AffineQuantizedTensor.from_float(torch.randn(4, 2 * block), spec)
 
 
 def model() -> nn.Module:
@@ -41,12 +32,12 @@ def model() -> nn.Module:
     result.embed = nn.Embedding(16, 32)
     result.first = nn.Linear(32, 32)
     result.last = nn.Linear(32, 8)
-    quantize_(result, {"embed": int8_weight_only(), "first": int8_dynamic_activation_int8_weight()})
+    quantize_(result, {"embed": qtorch.int8_weight_only(), "first": qtorch.int8_dynamic_activation_int8_weight()})
     return result
 
 
 def test_weight() -> None:
-    weight = int4_weight_only(group_size=16).apply(torch.randn(8, 32))
+    weight = qtorch.int4_weight_only(group_size=16).apply(torch.randn(8, 32))
     assert_expected_inline(
         str(explain(weight)),
         """\
@@ -112,7 +103,7 @@ def test_module_with_one_weight() -> None:
 def test_input_dtype_decides() -> None:
     """bf16 has a kernel of its own on CPU, and a note on its accuracy."""
     layer = nn.Linear(32, 8)
-    quantize_(layer, int8_weight_only())
+    quantize_(layer, qtorch.int8_weight_only())
     assert explain(layer)[0].kernel == "weight_only_mm"
     (explanation,) = explain(layer, torch.ones(1, 32, dtype=torch.bfloat16))
     assert explanation.kernel == "int8_weight_mm"
@@ -145,7 +136,7 @@ def test_every_kernel_has_a_verdict() -> None:
 def test_experts_are_explained_as_one_product() -> None:
     layer = nn.Module()
     layer.experts = nn.Parameter(torch.randn(4, 32, 64))
-    quantize_(layer, {"experts": int4_weight_only(group_size=32)})
+    quantize_(layer, {"experts": qtorch.int4_weight_only(group_size=32)})
     transposed = layer.experts.transpose(1, 2)
     for explanation in (*explain(layer), explain(transposed)):
         assert (explanation.problem.op, explanation.problem.scheme.shape) == ("grouped_linear", (4, 32, 64))
@@ -156,7 +147,7 @@ def test_tied_weight_is_explained_in_each_place() -> None:
     tied = nn.Sequential()
     tied.embed, tied.head = nn.Embedding(16, 32), nn.Linear(32, 16)
     tied.head.weight = tied.embed.weight
-    quantize_(tied, {"embed": int8_weight_only()})
+    quantize_(tied, {"embed": qtorch.int8_weight_only()})
     assert [(e.name, e.problem.op) for e in explain(tied)] == [("embed.weight", "embedding"), ("head.weight", "linear")]
 
 
@@ -235,10 +226,10 @@ def test_config_patch() -> None:
 
 def test_a_new_kernel_is_explained() -> None:
     layer = nn.Linear(32, 8)
-    quantize_(layer, int8_weight_only())
+    quantize_(layer, qtorch.int8_weight_only())
 
     @register("linear", weight=("int8",), activation=(), priority=50, supports=lambda problem: "is only a test")
-    def unwilling(x: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
+    def unwilling(x: Tensor, weight: qtorch.AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
         raise AssertionError
 
     try:

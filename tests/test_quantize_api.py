@@ -7,15 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import (
-    compute_error,
-    dequantize_,
-    explain,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_weight,
-    quantize_,
-)
+import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.recipes.base import Recipe
 from tests.quantize_model import INT8, Mlp, same, state_of
@@ -26,9 +18,9 @@ pytestmark = pytest.mark.usefixtures("torch_kernels")
 # recipe, lowest and highest SQNR of a model's output in dB, the linear kernel that runs on fp32
 CASES = [
     (INT8, 33, 55, "linear:weight_only_mm"),
-    (int4_weight_only(group_size=32), 13, 30, "linear:packed_weight_mm"),
-    (int8_dynamic_activation_int8_weight(), 30, 50, "linear:int8_scaled_mm"),
-    (int8_dynamic_activation_int4_weight(), 13, 30, "linear:packed_int8_scaled_mm"),
+    (qtorch.int4_weight_only(group_size=32), 13, 30, "linear:packed_weight_mm"),
+    (qtorch.int8_dynamic_activation_int8_weight(), 30, 50, "linear:int8_scaled_mm"),
+    (qtorch.int8_dynamic_activation_int4_weight(), 13, 30, "linear:packed_int8_scaled_mm"),
 ]
 every_case = pytest.mark.parametrize(("recipe", "low", "high", "kernel"), CASES, ids=[case[0].name for case in CASES])
 
@@ -46,9 +38,9 @@ def test_small_model(recipe: Recipe, low: float, high: float, kernel: str) -> No
     model, ids = Mlp(), torch.randint(32, (4, 5))
     model.up.register_forward_hook(lambda module, args, result: None)
     before, wanted = state_of(model), output(model, ids)[0]
-    report = quantize_(model, recipe)
+    report = qtorch.quantize_(model, recipe)
     y, ran = output(model, ids)
-    assert low < compute_error(wanted, y) < high
+    assert low < qtorch.compute_error(wanted, y) < high
     assert ran == [kernel] * 2
     assert {layer.kernel for layer in report.quantized} == {kernel.partition(":")[2]}
     changed = [name for (name, old), (_, new) in zip(before, state_of(model), strict=True) if old is not new]
@@ -98,26 +90,26 @@ def test_architecture(
 ) -> None:
     model, inputs = build()
     wanted = output(model, *inputs)[0]
-    report = quantize_(model, recipe)
+    report = qtorch.quantize_(model, recipe)
     assert len(report.quantized) == layers
     y, ran = output(model, *inputs)
-    assert low - 5 < compute_error(wanted, y) < high
+    assert low - 5 < qtorch.compute_error(wanted, y) < high
     assert ran == [kernel] * layers
 
 
 def test_tied_llama() -> None:
     model, (ids,) = llama()
     wanted = output(model, ids)[0]
-    report = quantize_(model, INT8)
+    report = qtorch.quantize_(model, INT8)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     (row,) = [layer for layer in report.layers if layer.name == "lm_head.weight"]
     assert row.also == ("model.embed_tokens.weight",)
-    assert [e.kernel for e in explain(model) if "embed" in e.name] == ["gather_rows"]
+    assert [e.kernel for e in qtorch.explain(model) if "embed" in e.name] == ["gather_rows"]
     with record_kernels() as ran:
         y = model(ids).logits
     assert ran[0] == "embedding:gather_rows"
-    assert 30 < compute_error(wanted, y) < 50
-    dequantize_(model)
+    assert 30 < qtorch.compute_error(wanted, y) < 50
+    qtorch.dequantize_(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert type(model.lm_head.weight) is nn.Parameter
 
@@ -127,14 +119,14 @@ def test_fused_experts(implementation: str) -> None:
     model, (ids,) = mixtral()
     model.set_experts_implementation(implementation)
     wanted = output(model, ids)[0]
-    recipes = {r".*\.experts\.(gate_up|down)_proj": int4_weight_only(group_size=32), r".*self_attn.*": INT8}
-    report = quantize_(model, recipes)
+    recipes = {r".*\.experts\.(gate_up|down)_proj": qtorch.int4_weight_only(group_size=32), r".*self_attn.*": INT8}
+    report = qtorch.quantize_(model, recipes)
     assert [(layer.name.rpartition(".")[2], layer.shape) for layer in report.quantized[-2:]] == [
         ("gate_up_proj", (4, 64, 64)),
         ("down_proj", (4, 64, 32)),
     ]
     y, ran = output(model, ids)
-    assert 20 < compute_error(wanted, y) < 40
+    assert 20 < qtorch.compute_error(wanted, y) < 40
     assert set(ran) == {"linear:weight_only_mm", "linear:packed_weight_mm"}
     assert len(ran) > 4 + 2
 
@@ -144,10 +136,10 @@ def test_attention_projection_asked_for_by_name(batch_first: bool) -> None:
     attention = nn.MultiheadAttention(64, 4, batch_first=batch_first)
     x = torch.randn(2, 7, 64)
     wanted = attention(x, x, x)[0]
-    quantize_(attention, {"in_proj_weight": INT8, "out_proj": INT8})
+    qtorch.quantize_(attention, {"in_proj_weight": INT8, "out_proj": INT8})
     with record_kernels() as ran:
         y = attention(x, x, x)[0]
-    assert 35 < compute_error(wanted, y) < 55
+    assert 35 < qtorch.compute_error(wanted, y) < 55
     assert ran.count("linear:weight_only_mm") == 2
 
 
@@ -155,10 +147,10 @@ def test_dry_run_predicts_and_changes_nothing() -> None:
     model = Mlp()
     before = state_of(model)
     versions = [parameter._version for parameter in model.parameters()]
-    predicted = quantize_(model, INT8, dry_run=True)
+    predicted = qtorch.quantize_(model, INT8, dry_run=True)
     assert same(before, state_of(model))
     assert versions == [parameter._version for parameter in model.parameters()]
-    done = quantize_(model, INT8)
+    done = qtorch.quantize_(model, INT8)
     assert predicted.layers == done.layers
     assert (predicted.dry_run, done.dry_run) == (True, False)
 
@@ -167,16 +159,16 @@ def test_device() -> None:
     model, ids = Mlp(), torch.randint(32, (4,))
     twin, before = copy.deepcopy(model), state_of(model)
     with pytest.raises(ValueError, match="device='nowhere' is not available here"):
-        quantize_(model, INT8, device="nowhere")
+        qtorch.quantize_(model, INT8, device="nowhere")
     assert same(before, state_of(model))
-    quantize_(model, INT8, device=torch.device("cpu"))
-    quantize_(twin, INT8, device="cpu")
+    qtorch.quantize_(model, INT8, device=torch.device("cpu"))
+    qtorch.quantize_(twin, INT8, device="cpu")
     assert torch.equal(output(model, ids)[0], output(twin, ids)[0])
 
 
 @pytest.mark.parametrize("progress", [False, True])
 def test_progress(progress: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    quantize_(Mlp(), INT8, progress=progress)
+    qtorch.quantize_(Mlp(), INT8, progress=progress)
     captured = capfd.readouterr()
     assert captured.out == ""
     assert ("quantize: 100%" in captured.err) == progress
@@ -187,27 +179,27 @@ def test_progress(progress: bool, capfd: pytest.CaptureFixture[str]) -> None:
 def test_half_precision_models(dtype: torch.dtype) -> None:
     model, ids = Mlp().to(dtype), torch.randint(32, (4,))
     wanted = output(model, ids)[0]
-    quantize_(model, INT8)
+    qtorch.quantize_(model, INT8)
     y, ran = output(model, ids)
     assert y.dtype == dtype
     assert ran == ["linear:int8_weight_mm"] * 2
-    assert 30 < compute_error(wanted, y) < 60
+    assert 30 < qtorch.compute_error(wanted, y) < 60
 
 
 def test_dequantize() -> None:
     model, ids = Mlp(), torch.randint(32, (4,))
     original = copy.deepcopy(model)
-    quantize_(model, {"embed": INT8, ".*": INT8})
+    qtorch.quantize_(model, {"embed": INT8, ".*": INT8})
     quantized = copy.deepcopy(model)
-    assert dequantize_(model) is model
+    assert qtorch.dequantize_(model) is model
     for name, parameter in model.named_parameters():
         assert type(parameter) is nn.Parameter
         assert parameter.requires_grad
         assert parameter.shape == original.get_parameter(name).shape
-    assert 35 < compute_error(original.up.weight, model.up.weight) < 50
-    assert compute_error(output(quantized, ids)[0], output(model, ids)[0]) > 100
+    assert 35 < qtorch.compute_error(original.up.weight, model.up.weight) < 50
+    assert qtorch.compute_error(output(quantized, ids)[0], output(model, ids)[0]) > 100
     with pytest.raises(ValueError, match="dequantize_: no weight of this Mlp is quantized"):
-        dequantize_(model)
+        qtorch.dequantize_(model)
     # The second time loses nothing: codes of codes.
-    quantize_(model, INT8)
+    qtorch.quantize_(model, INT8)
     assert torch.equal(model.up.weight.plain()[0], quantized.up.weight.plain()[0])

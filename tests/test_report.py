@@ -8,14 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from qtorch import (
-    QuantizeReport,
-    compute_error,
-    int4_weight_only,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    quantize_,
-)
+import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.model.report import LayerReport, format_table
 
@@ -36,11 +29,15 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-RECIPES = {"fc": int8_dynamic_activation_int8_weight(), "experts": int4_weight_only(group_size=32), "embed": None}
+RECIPES = {
+    "fc": qtorch.int8_dynamic_activation_int8_weight(),
+    "experts": qtorch.int4_weight_only(group_size=32),
+    "embed": None,
+}
 
 
-def report_of(model: nn.Module, recipe: object = None, **options: bool) -> QuantizeReport:
-    return quantize_(model, recipe or RECIPES, **options)
+def report_of(model: nn.Module, recipe: object = None, **options: bool) -> qtorch.QuantizeReport:
+    return qtorch.quantize_(model, recipe or RECIPES, **options)
 
 
 def test_table() -> None:
@@ -60,7 +57,7 @@ these 2 weights: 20,480 -> 3,840 bytes (18.8%)""",  # noqa: E501
 
 def test_table_of_tied_weights_and_of_a_dry_run() -> None:
     assert_expected_inline(
-        str(report_of(Tied(), int8_weight_only(), dry_run=True)),
+        str(report_of(Tied(), qtorch.int8_weight_only(), dry_run=True)),
         """\
 would quantize 2 of 3 weights, 27.1% of all parameters; the model: 22,656 -> 18,240 bytes (80.5%); left in floating point: experts (72.3%: a bare parameter of Tied; ask for it by name)
 
@@ -95,7 +92,7 @@ def test_sqnr_is_that_of_the_weight() -> None:
     model = Tied()
     before = model.fc.weight.detach().clone()
     row = next(layer for layer in report_of(model).layers if layer.name == "fc.weight")
-    assert row.sqnr == pytest.approx(float(compute_error(before, model.fc.weight.dequantize())))
+    assert row.sqnr == pytest.approx(float(qtorch.compute_error(before, model.fc.weight.dequantize())))
     assert 35 < row.sqnr < 55
 
 
@@ -129,7 +126,7 @@ def test_weights_without_error_are_json_too() -> None:
     with torch.no_grad():
         model[0].weight.zero_()
         model[1].weight.copy_(torch.eye(8) * 127)
-    report = report_of(model, int8_weight_only())
+    report = report_of(model, qtorch.int8_weight_only())
     assert str(report)
     assert [layer["sqnr"] for layer in json.loads(json.dumps(report.to_json(), allow_nan=False))["layers"]] == [
         None

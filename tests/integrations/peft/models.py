@@ -16,19 +16,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from qtorch import (
-    int4_weight_only,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    nf4_weight_only,
-    quantize_,
-)
+import qtorch
 
 RECIPES = {
-    "int8": int8_weight_only(),
-    "int4": int4_weight_only(group_size=32),
-    "int8_dynamic": int8_dynamic_activation_int8_weight(),
-    "nf4": nf4_weight_only(group_size=32),
+    "int8": qtorch.int8_weight_only(),
+    "int4": qtorch.int4_weight_only(group_size=32),
+    "int8_dynamic": qtorch.int8_dynamic_activation_int8_weight(),
+    "nf4": qtorch.nf4_weight_only(group_size=32),
 }
 
 IDS = torch.randint(1, 128, (2, 8), generator=torch.Generator().manual_seed(5))
@@ -60,7 +54,7 @@ def llama(dtype: torch.dtype = torch.float32, **options: Any) -> LlamaForCausalL
 
 def quantized_llama(recipe: str = "int8", dtype: torch.dtype = torch.float32, **options: Any) -> LlamaForCausalLM:
     model = llama(dtype, **options)
-    quantize_(model, {"lm_head": None, r".*": RECIPES[recipe]})
+    qtorch.quantize_(model, {"lm_head": None, r".*": RECIPES[recipe]})
     return model
 
 

@@ -11,26 +11,17 @@ pytest.importorskip("accelerate")
 
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only, quantize_
-from qtorch.training import (
-    convert,
-    int8_mixed_precision_training,
-    int8_weight_only_quantized_training,
-    lora_qat,
-    lsq,
-    qat,
-    scheduled_qat,
-)
+from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only, quantize_, training
 from tests.integrations.transformers.tiny_models import I8, TEXT, assert_same
 
 INT4 = int8_dynamic_activation_int4_weight(group_size=32)
 RECIPES: dict[str, Any] = {
-    "int8_mixed_precision": int8_mixed_precision_training(),
-    "int8_weights": int8_weight_only_quantized_training(),
-    "qat": qat(INT4),
-    "scheduled_qat": scheduled_qat(INT4, start_step=1, freeze_step=5),
-    "lora_qat": lora_qat(INT4, rank=2),
-    "lsq": lsq(weight_bits=4, activation_bits=8),
+    "int8_mixed_precision": training.int8_mixed_precision_training(),
+    "int8_weights": training.int8_weight_only_quantized_training(),
+    "qat": training.qat(INT4),
+    "scheduled_qat": training.scheduled_qat(INT4, start_step=1, freeze_step=5),
+    "lora_qat": training.lora_qat(INT4, rank=2),
+    "lsq": training.lsq(weight_bits=4, activation_bits=8),
 }
 
 
@@ -107,7 +98,7 @@ def test_train_resume_load_convert(tmp_path: Path, name: str, tied: bool) -> Non
     }
 
     for each in (loaded, model):
-        quantize_(each, convert())
+        quantize_(each, training.convert())
     assert_same(loaded, model)
     loaded.save_pretrained(tmp_path / "served")
     served = LlamaForCausalLM.from_pretrained(tmp_path / "served")
@@ -122,7 +113,7 @@ def test_a_model_for_inference_is_not_trained_without_adapters(tmp_path: Path) -
 
 def test_a_checkpoint_does_not_load_into_another_model(tmp_path: Path) -> None:
     """In floating point, or quantized otherwise."""
-    recipe = int8_weight_only_quantized_training()
+    recipe = training.int8_weight_only_quantized_training()
     trainer_of(prepared(recipe, False), tmp_path).train()
     torch.manual_seed(0)
     for model in (LlamaForCausalLM(LlamaConfig(**TEXT)), prepared({r".*\.mlp\..*": recipe}, False)):
@@ -131,6 +122,6 @@ def test_a_checkpoint_does_not_load_into_another_model(tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_the_training_stays_after_convert() -> None:
-    model = prepared(qat(int8_weight_only()), False)
-    quantize_(model, convert())
-    assert model.config.quantization_config.recipe == qat(int8_weight_only())
+    model = prepared(training.qat(int8_weight_only()), False)
+    quantize_(model, training.convert())
+    assert model.config.quantization_config.recipe == training.qat(int8_weight_only())
