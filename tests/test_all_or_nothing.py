@@ -121,19 +121,6 @@ def test_interrupted_convert(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) ->
     assert all(type(layer) is nn.Linear and layer.weight.tag == "mine" for layer in made)
 
 
-def test_interrupted_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = model()
-    qtorch.quantize_(made, qtorch.int8_weight_only())
-    before = contents(made)
-    with monkeypatch.context() as patch:
-        interrupt(patch, qtorch.quantize_api, "show_quantized", 3)
-        with pytest.raises(KeyboardInterrupt):
-            qtorch.dequantize_(made)
-    assert contents(made) == before
-    qtorch.dequantize_(made)
-    assert all(type(layer.weight) is nn.Parameter and layer.weight.tag == "mine" for layer in made)
-
-
 def test_another_recipe_does_not_go_on() -> None:
     made = model()
     qtorch.quantize_(made, qtorch.int8_weight_only())

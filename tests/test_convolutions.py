@@ -60,23 +60,6 @@ def test_every_recipe(name: str, tmp_path) -> None:
     assert qtorch.compute_error(model(X), y) > 20
 
 
-def test_one_recipe_reaches_linear_layers_only() -> None:
-    report = qtorch.quantize_(ConvNet(), qtorch.int8_weight_only())
-    assert [layer.name for layer in report.quantized] == ["head.weight"]
-    assert report.skipped[0].detail == 'a convolution; ask for it by name, or with targets="all"'
-    report = qtorch.quantize_(ConvNet(), qtorch.int8_weight_only(), lambda module, name: isinstance(module, nn.Conv2d))
-    assert [layer.name for layer in report.quantized] == ["convs.0.weight", "convs.1.weight"]
-
-
-@pytest.mark.parametrize("recipe", [qtorch.int8_weight_only(), qtorch.int8_dynamic_activation_int8_weight()], ids=str)
-def test_in_one_graph(recipe: object) -> None:
-    model = ConvNet()
-    qtorch.quantize_(model, {CONVS: recipe, "head": recipe})
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(compiled(X), model(X))
-
-
 def test_explain() -> None:
     layer = nn.Conv2d(64, 32, 3, groups=2)
     qtorch.quantize_(layer, {"weight": qtorch.int8_dynamic_activation_int8_weight()})
@@ -97,24 +80,6 @@ weight: conv, float32 input on cpu, weight int8 PerRow() symmetric, PlainLayout(
   not cpu_weight_only_conv: is switched off
   not image_conv: needs quantized activations, the scheme is weight-only
   not windows: takes quantized activations""",
-    )
-
-
-def test_errors_name_the_layer() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 8, 3))
-    with pytest.raises(ValueError, match="quantize_: ") as first:
-        qtorch.quantize_(model, {"0": qtorch.int4_weight_only(group_size=32)})
-    with pytest.raises(ValueError, match="quantize_: ") as second:
-        qtorch.quantize_(model, {"1.weight": qtorch.int8_weight_only()})
-    assert_expected_inline(
-        f"{first.value}\n\n{second.value}",
-        """\
-quantize_: 0: block_size (1, 32) does not divide shape (8, 27): 27 % 32 along axis 1 (a convolution's weight (8, 3, 3, 3), seen as the matrix (8, 27))
-the model is unchanged; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before others:
-"0": int4_weight_only(group_size=27),  # or None
-
-quantize_: 1.weight: is a parameter of ConvTranspose2d, which has no quantized kernel
-the model is unchanged""",  # noqa: E501
     )
 
 

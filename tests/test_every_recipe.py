@@ -19,7 +19,7 @@ from qtorch.kernels import FallbackError, record_kernels, registry
 from qtorch.kernels.linear import reference
 from qtorch.primitives import MSERule, from_json, to_json
 from qtorch.recipes.base import WeightRecipe
-from tests.every_recipe import NAMES, WEIGHT_ONLY, has_group_size, make
+from tests.every_recipe import FAMILIES, NAMES, WEIGHT_ONLY, has_group_size, make, slow_but
 from tests.quantize_model import same, state_of
 
 FLOAT, SYMMETRIC, ASYMMETRIC = qtorch.ZeroPointDomain.FLOAT, qtorch.MappingType.SYMMETRIC, qtorch.MappingType.ASYMMETRIC
@@ -104,6 +104,7 @@ GROUPED = [name for name in NAMES if isinstance(make(name, 32).linear_spec().wei
 EMULATED = [
     name for name in NAMES if name not in WEIGHT_ONLY and make(name).linear_spec().activation.dtype.is_floating_point
 ]
+FLOAT8 = ("dynamic_activation_float8", "static_activation_float8", "dynamic_activation_int4")
 every_recipe = pytest.mark.parametrize("name", NAMES)
 
 
@@ -114,6 +115,9 @@ def model(first: int, second: int, dtype: torch.dtype = torch.float32) -> nn.Seq
 def test_every_recipe_has_a_case() -> None:
     assert {recipe.name for recipe, *_ in CASES} >= {name for name in NAMES if hasattr(qtorch, name)}
     assert len({str(recipe) for recipe, *_ in CASES}) == len({recipe for recipe, *_ in CASES}) == len(CASES)
+    assert {"int4_weight_only", "lut_weight_only", "mxfp4_weight_only"} <= set(GROUPED)
+    assert {"int8_weight_only", "fpx_weight_only"} <= set(NAMES) - set(GROUPED)
+    assert {f"float8_{kind}_weight" for kind in FLOAT8} <= set(EMULATED)
 
 
 @every_case
@@ -177,7 +181,7 @@ def test_save_load_and_copy(recipe: WeightRecipe, kernel: str, sqnr: float, bits
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@every_recipe
+@pytest.mark.parametrize("name", slow_but(FAMILIES, NAMES))
 def test_compile_traces_one_graph(name: str, grad: bool) -> None:
     recipe = make(name, 32)
     if grad and recipe.linear_spec().activation is None:
@@ -245,11 +249,6 @@ def test_without_groups_any_row_will_do(name: str) -> None:
     assert len(quantize_(model(67, 1), make(name)).quantized) == 2
 
 
-def test_some_recipes_have_groups_and_some_do_not() -> None:
-    assert {"int4_weight_only", "lut_weight_only", "mxfp4_weight_only"} <= set(GROUPED)
-    assert {"int8_weight_only", "fpx_weight_only"} <= set(NAMES) - set(GROUPED)
-
-
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64])
 def test_weights_of_another_dtype(name: str, dtype: torch.dtype) -> None:
@@ -302,11 +301,3 @@ def test_no_other_recipe_falls_back(name: str) -> None:
     quantize_(layers, {"0": make(name, 32)})
     with qtorch.config.patch(strict=True):
         layers(torch.randn(3, 64))
-
-
-def test_the_float8_recipes_are_among_the_emulated() -> None:
-    assert {
-        "float8_dynamic_activation_float8_weight",
-        "float8_static_activation_float8_weight",
-        "float8_dynamic_activation_int4_weight",
-    } <= set(EMULATED)

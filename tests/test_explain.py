@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import explain, quantize_
-from qtorch.kernels import FallbackError, record_kernels, register
+from qtorch.kernels import FallbackError, register
 from qtorch.kernels.registry import candidates
-from qtorch.model.explain import Explanation, Explanations
+from qtorch.model.explain import Explanations
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -37,40 +37,24 @@ def model() -> nn.Module:
 
 
 def test_weight() -> None:
-    weight = qtorch.int4_weight_only(group_size=16).apply(torch.randn(8, 32))
+    explanation = explain(qtorch.int4_weight_only(group_size=16).apply(torch.randn(8, 32)))
     assert_expected_inline(
-        str(explain(weight)),
+        "\n".join(str(explanation).splitlines()[:2]),
         """\
 linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
-  runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)
-  not portable_linear: reads the portable layout, the weight has packed
-  not cpu_block_sparse_int8_mm: reads the block_sparse layout, the weight has packed
-  not cpu_block_sparse_weight_only_mm: reads the block_sparse layout, the weight has packed
-  not cpu_int8_mm: needs quantized activations, the scheme is weight-only
-  not cpu_lut_mm: takes a CodebookSpec, the weight has a QuantSpec
-  not cpu_weight_only_mm: is switched off
-  not cuda_block_sparse_int8_mm: reads the block_sparse layout, the weight has packed
-  not cuda_block_sparse_weight_mm: reads the block_sparse layout, the weight has packed
-  not cuda_int8_mm: runs on cuda, the input is on cpu
-  not cuda_weight_mm: runs on cuda, the input is on cpu
-  not float8_scaled_mm: reads the plain layout, the weight has packed
-  not block_sparse_int8_scaled_mm: reads the block_sparse layout, the weight has packed
-  not int8_block_mm: reads the plain layout, the weight has packed
-  not int8_scaled_mm: reads the plain layout, the weight has packed
-  not int8_weight_mm: reads the plain layout, the weight has packed
-  not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
-  not semi_sparse_float8_scaled_mm: reads the semi_sparse layout, the weight has packed
-  not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has packed
-  not block_sparse_weight_only_mm: reads the block_sparse layout, the weight has packed
-  not emulated_block_sparse_mm: reads the block_sparse layout, the weight has packed
-  not emulated_semi_sparse_mm: reads the semi_sparse layout, the weight has packed
-  not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has packed
-  not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
-  not semi_sparse_weight_only_mm: reads the semi_sparse layout, the weight has packed
-  not weight_only_mm: reads the plain layout, the weight has packed
-  not emulated_scaled_mm: takes activations in floating-point codes
-  not reference: comes after it""",
+  runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)""",
     )
+    reasons = {
+        "cpu_int8_mm": "needs quantized activations, the scheme is weight-only",
+        "cpu_lut_mm": "takes a CodebookSpec, the weight has a QuantSpec",
+        "cpu_weight_only_mm": "is switched off",
+        "cuda_weight_mm": "runs on cuda, the input is on cpu",
+        "int8_scaled_mm": "reads the plain layout, the weight has packed",
+        "emulated_scaled_mm": "takes activations in floating-point codes",
+        "reference": "comes after it",
+    }
+    assert reasons.items() <= dict(explanation.rejected).items()
+    assert all(f"  not {kernel}: {reason}" in str(explanation) for kernel, reason in explanation.rejected)
 
 
 def test_model() -> None:
@@ -92,14 +76,6 @@ first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dyna
         assert f"  not {reason}" in lines
 
 
-def test_module_with_one_weight() -> None:
-    (explanation,) = explain(model().first)
-    assert isinstance(explanation, Explanation)
-    assert explanation.name == "weight"
-    assert explanation.kernel == "int8_scaled_mm"
-    assert dict(explanation.rejected)["weight_only_mm"] == "is weight-only, the scheme quantizes activations"
-
-
 def test_input_dtype_decides() -> None:
     """bf16 has a kernel of its own on CPU, and a note on its accuracy."""
     layer = nn.Linear(32, 8)
@@ -113,17 +89,6 @@ def test_input_dtype_decides() -> None:
 
 def test_integer_input_says_nothing_about_the_dtype() -> None:
     assert explain(model(), torch.zeros(1, dtype=torch.long))[1].problem.dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_explained_runs(dtype: torch.dtype) -> None:
-    layers = model().to(dtype)
-    inputs = {"embed": torch.zeros(2, dtype=torch.long), "first": torch.ones(2, 32, dtype=dtype)}
-    for name, x in inputs.items():
-        (explanation,) = explain(getattr(layers, name), x)
-        with record_kernels() as ran:
-            getattr(layers, name)(x)
-        assert ran[0] == f"{explanation.problem.op}:{explanation.kernel}"
 
 
 def test_every_kernel_has_a_verdict() -> None:
@@ -207,12 +172,6 @@ def test_strict() -> None:
                 nn.functional.linear(x, weight)
     with pytest.warns(UserWarning, match="runs the reference implementation"):
         nn.functional.linear(x, weight)
-
-
-def test_strict_lets_kernels_run() -> None:
-    layers = model()
-    with qtorch.config.patch(strict=True):
-        layers.first(layers.embed(torch.zeros(2, dtype=torch.long)))
 
 
 def test_config_patch() -> None:

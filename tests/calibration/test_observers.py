@@ -122,13 +122,15 @@ def divergence_by_hand(x: Tensor, width: float, low: float, high: float, spec: Q
             counts[b] = sum(counts[f] for f in further) / len(further)
     extremes = float(x.min()), float(x.max())
     middles = {b: min(max((b + 0.5) * width, extremes[0]), extremes[1]) for b in sorted(counts)}
-    inside = [b for b in middles if low <= torch.tensor(middles[b]).item() <= high]
+    in_fp32 = dict(zip(middles, torch.tensor(list(middles.values())), strict=True))
+    inside = [b for b, middle in in_fp32.items() if low <= middle <= high]
     if not inside:
         return math.inf
     p = {b: float(counts[b]) for b in inside}
     p[inside[0]] += sum(count for b, count in counts.items() if b < inside[0])
     p[inside[-1]] += sum(count for b, count in counts.items() if b > inside[-1])
-    code = {b: float(spec.quantize(torch.tensor([[middles[b]]]), scale, zero_point).float()) for b in inside}
+    codes = spec.quantize(torch.stack([in_fp32[b] for b in inside])[None], scale, zero_point)[0]
+    code = dict(zip(inside, codes.tolist(), strict=True))
     sizes, sums = Counter(code.values()), Counter()
     for b in inside:
         sums[code[b]] += counts[b]

@@ -20,6 +20,7 @@ import qtorch
 from qtorch.integrations.transformers import QtorchConfig
 from qtorch.integrations.transformers.versions import takes_experts_implementation
 from qtorch.kernels import record_kernels
+from tests.every_recipe import slow_but
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I8, build
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
@@ -107,7 +108,7 @@ def test_every_implementation(name: str, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [("int4", torch.float32), ("w8a8", torch.bfloat16), ("nf4", torch.float32)]
 )
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", slow_but(["gpt_oss"], CLASSES))
 def test_one_graph(name: str, recipe: str, dtype: torch.dtype) -> None:
     experts = make(name, RECIPES[recipe][0], dtype)
     x, where = torch.randn(5, 64).to(dtype), routing(5, dtype)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 pytest.importorskip("accelerate")
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only, quantize_, training
-from tests.integrations.transformers.tiny_models import I8, TEXT, assert_same
+from tests.every_recipe import slow_but
+from tests.integrations.transformers.tiny_models import I8, assert_same, build
 
 INT4 = int8_dynamic_activation_int4_weight(group_size=32)
 RECIPES: dict[str, Any] = {
@@ -35,8 +36,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def prepared(recipe: Any, tied: bool) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TEXT, tie_word_embeddings=tied))
+    model = build("tied_llama" if tied else "llama")
     quantize_(model, recipe)
     return model
 
@@ -61,22 +61,12 @@ def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    [
-        ("int8_mixed_precision", False),
-        ("int8_weights", True),
-        ("qat", False),
-        ("lsq", True),
-        pytest.param("int8_mixed_precision", True, marks=pytest.mark.slow),
-        pytest.param("int8_weights", False, marks=pytest.mark.slow),
-        pytest.param("qat", True, marks=pytest.mark.slow),
-        pytest.param("scheduled_qat", False, marks=pytest.mark.slow),
-        # Its adapters are not for embeddings, so its head is untied.
-        pytest.param("lora_qat", False, marks=pytest.mark.slow),
-        pytest.param("lsq", False, marks=pytest.mark.slow),
-    ],
-)
+UNTIED = ("scheduled_qat", "lora_qat")
+CASES = [(name, tied) for name in RECIPES for tied in (False, True) if not tied or name not in UNTIED]
+"""The adapters of LoRA are not for embeddings, so its head is untied."""
+
+
+@pytest.mark.parametrize(("name", "tied"), slow_but([("int8_weights", True)], CASES))
 def test_train_resume_load_convert(tmp_path: Path, name: str, tied: bool) -> None:
     whole = trainer_of(prepared(RECIPES[name], tied), tmp_path / "run")
     whole.train()
@@ -111,12 +101,12 @@ def test_a_model_for_inference_is_not_trained_without_adapters(tmp_path: Path) -
         trainer_of(prepared(I8, False), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_load_into_another_model(tmp_path: Path) -> None:
     """In floating point, or quantized otherwise."""
     recipe = training.int8_weight_only_quantized_training()
     trainer_of(prepared(recipe, False), tmp_path).train()
-    torch.manual_seed(0)
-    for model in (LlamaForCausalLM(LlamaConfig(**TEXT)), prepared({r".*\.mlp\..*": recipe}, False)):
+    for model in (build("llama"), prepared({r".*\.mlp\..*": recipe}, False)):
         with pytest.raises(RuntimeError, match="size mismatch"):
             trainer_of(model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
