@@ -60,7 +60,7 @@ def error_of_first_block(model: Model, reference: Model, data: list[Tensor]) -> 
 
 
 def test_the_error_of_a_block_falls() -> None:
-    model, data = Model(1), batches(12)
+    model, data = Model(2), batches(12)
     without, learned = copy.deepcopy(model), copy.deepcopy(model)
     quantize_(without, auto(INT2, data, learn=None))
     report = quantize_(learned, auto(INT2, data, learn=AutoRound(60)))
@@ -93,7 +93,7 @@ def test_what_is_learned_is_what_is_served() -> None:
 
 def test_what_does_not_help_is_not_taken() -> None:
     """With steps far too large the error grows, and the codes stay."""
-    model, data = Model(1), batches(4)
+    model, data = Model(2), batches(4)
     without, learned = copy.deepcopy(model), copy.deepcopy(model)
     quantize_(without, auto(INT2, data, learn=None))
     quantize_(learned, auto(INT2, data, learn=AutoRound(1, lr=10.0, scale_lr=10.0)))
