@@ -13,24 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from qtorch import (
-    ZeroPointDomain,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    load_quantized,
-    quantize_,
-)
+import qtorch
 from qtorch.recipes.base import Recipe
 
-INT8 = int8_weight_only()
+INT8 = qtorch.int8_weight_only()
 RECIPES = [
     INT8,
-    int4_weight_only(group_size=16),
-    int4_weight_only(group_size=16, zero_point_domain=ZeroPointDomain.FLOAT),
-    int8_dynamic_activation_int8_weight(),
-    int8_dynamic_activation_int4_weight(),
+    qtorch.int4_weight_only(group_size=16),
+    qtorch.int4_weight_only(group_size=16, zero_point_domain=qtorch.ZeroPointDomain.FLOAT),
+    qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int4_weight(),
 ]
 
 
@@ -60,7 +52,7 @@ SMALL = 1000
 
 def quantized(recipe: Recipe = INT8) -> Model:
     model = Model()
-    quantize_(model, {"fc": recipe, "experts": recipe, "embed": INT8})
+    qtorch.quantize_(model, {"fc": recipe, "experts": recipe, "embed": INT8})
     return model.eval()
 
 
@@ -101,7 +93,7 @@ def error(model: nn.Module, path: Path, kind: type[Exception] = ValueError) -> s
     """What loading says, the folder left out; the model has to be as it was."""
     before = contents(model)
     with pytest.raises(kind, match=re.escape(str(path.parent))) as caught:
-        load_quantized(model, path)
+        qtorch.load_quantized(model, path)
     assert type(caught.value) is kind
     assert all(a is b for (_, a), (_, b) in zip(before, contents(model), strict=True))
     return str(caught.value).replace(f"{path.parent}{os.sep}", "")

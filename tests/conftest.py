@@ -5,6 +5,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
@@ -54,6 +55,12 @@ def seed() -> None:
 def fresh_compiler() -> None:
     """Graphs and recompilation limits of one test do not reach the next."""
     torch.compiler.reset()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a checkpoint in one file, which is not there yet."""
+    return tmp_path / "model.safetensors"
 
 
 def _as_usual(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -1,6 +1,4 @@
-"""Checkpoints in floating point, as others write them."""
-
-from __future__ import annotations
+"""Checkpoints in floating point, as others write them, and what they are once they are quantized."""
 
 import json
 from pathlib import Path
@@ -8,6 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from qtorch import quantize_, save_quantized
+from qtorch.checkpoint.sources import open_source
 
 HIDDEN = 64
 
@@ -52,3 +53,25 @@ def save_shards(tensors: dict[str, Tensor], folder: Path, count: int, config: di
         places |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return folder
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    """All stored tensors of a checkpoint with its shards."""
+    with open_source(path) as opened:
+        files = opened.files  # type: ignore[attr-defined]
+        return {name: file.read(name) for file in files for name in file.stored}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape), name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)), name
+
+
+def expected(path: Path, recipe: object) -> dict[str, Tensor]:
+    """What quantize_ and save_quantized write; quantize_checkpoint leaves the head alone."""
+    model = decoder()
+    quantize_(model, recipe, lambda module, name: isinstance(module, nn.Linear) and name != "lm_head")
+    save_quantized(model, path)
+    return stored(path)

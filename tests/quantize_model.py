@@ -1,5 +1,10 @@
 """The model that the quantize_ tests quantize, and its state to compare."""
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +41,33 @@ def state_of(model: nn.Module) -> State:
 
 def same(before: State, after: State) -> bool:
     return len(before) == len(after) and all(a == c and b is d for (a, b), (c, d) in zip(before, after))
+
+
+def interrupted(
+    action: Callable[[], object], at: int, files: Callable[[str], bool], raises: type[BaseException] = KeyboardInterrupt
+) -> bool:
+    """Run it with an exception at line `at` of those in these files; False if there are fewer lines."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal seen
+        if not files(frame.f_code.co_filename):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == at:
+                raise raises
+        return trace
+
+    old = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except raises:
+        return True
+    finally:
+        sys.settrace(old)
+    return False
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:

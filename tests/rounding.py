@@ -5,8 +5,6 @@ magnitudes, gamma(n) = n u / (1 - n u), with u half the machine epsilon (Higham,
 Algorithms, section 3.1). The order that a library takes depends on the processor, the threads and the shape.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

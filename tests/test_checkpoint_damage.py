@@ -13,41 +13,52 @@ from torch import nn
 from qtorch import load_quantized, save_quantized
 from tests.checkpoint_model import Model, edit_header, error, quantized
 
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "model.safetensors"
-
-
 NOT_SAFETENSORS = "model.safetensors: truncated, or not a safetensors file ("
 
 
+def header(**values: object) -> Callable[[dict], object]:
+    return lambda whole: whole.update(values)
+
+
 def of_fc(change: Callable[[dict], object]) -> Callable[[dict], object]:
-    return lambda header: change(header["quantized"]["fc.weight"])
+    return lambda whole: change(whole["quantized"]["fc.weight"])
+
+
+def scheme(**values: object) -> Callable[[dict], object]:
+    return of_fc(lambda entry: entry["scheme"].update(values))
+
+
+def spec(**values: object) -> Callable[[dict], object]:
+    return of_fc(lambda entry: entry["scheme"]["spec"].update(values))
+
+
+def renamed(old: str, new: str) -> Callable[[dict], object]:
+    return of_fc(lambda entry: entry["tensors"].update({new: entry["tensors"].pop(old)}))
+
+
+def shard(name: str, *tensors: str) -> Callable[[dict], object]:
+    return lambda whole: whole["shards"].update({name: list(tensors)})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h.update(version=99), "format version 99; this qtorch reads version 1"),
+        (header(version=99), "format version 99; this qtorch reads version 1"),
         (lambda h: h.pop("version"), "format version None; this qtorch reads version 1"),
         (lambda h: (h["plain"].append("more"), h["checksums"].update(more=1)), "missing key more"),
-        (lambda h: h["shards"].update({"gone": []}), "its shard gone is missing"),
-        (of_fc(lambda entry: entry["scheme"].update(type="NewScheme")), "fc.weight: from_json: unknown type 'NewSch"),
-        (
-            of_fc(lambda entry: entry["scheme"].update(shape=[32, 31])),
-            "fc.weight has shape (32, 31), the model's has (32, 32); the model is unchanged",
-        ),
+        (shard("gone"), "its shard gone is missing"),
+        (scheme(type="NewScheme"), "fc.weight: from_json: unknown type 'NewSch"),
+        (scheme(shape=[32, 31]), "fc.weight has shape (32, 31), the model's has (32, 32); the model is unchanged"),
         (of_fc(lambda entry: entry["scheme"].pop("dtype")), "fc.weight: "),
         (lambda h: h["checksums"].pop(h["quantized"]["fc.weight"]["tensors"].pop("scale")), "fc.weight: scale is"),
-        (lambda h: h.update(version=1.0), "format version 1.0; this qtorch reads version 1"),
-        (lambda h: h.update(version=[]), "format version []; this qtorch reads version 1"),
+        (header(version=1.0), "format version 1.0; this qtorch reads version 1"),
+        (header(version=[]), "format version []; this qtorch reads version 1"),
         (lambda h: h.pop("plain"), "its header is wrong: plain is not a list of names"),
         (lambda h: h["plain"].append(3), "its header is wrong: plain is not a list of names"),
-        (lambda h: h.update(quantized=[]), "its header is wrong: quantized is not an object"),
-        (lambda h: h.update(shards=None), "its header is wrong: shards is not an object"),
-        (lambda h: h.update(shards={"a": "steps"}), "its header is wrong: the shard a has no list of names"),
-        (lambda h: h.update(aliases={"head.weight": {}}), "its header is wrong: head.weight is another name of {}"),
+        (header(quantized=[]), "its header is wrong: quantized is not an object"),
+        (header(shards=None), "its header is wrong: shards is not an object"),
+        (header(shards={"a": "steps"}), "its header is wrong: the shard a has no list of names"),
+        (header(aliases={"head.weight": {}}), "its header is wrong: head.weight is another name of {}"),
         (lambda h: h["checksums"].update(steps=True), "its header is wrong: steps has the checksum True"),
         (lambda h: h["checksums"].update(steps=2**32), "its header is wrong: steps has the checksum 4294967296"),
         (lambda h: h["checksums"].pop("steps"), "its header is wrong: 'steps' has no checksum"),
@@ -67,53 +78,26 @@ def of_fc(change: Callable[[dict], object]) -> Callable[[dict], object]:
             of_fc(lambda entry: entry["tensors"].update(scale="experts_scale")),
             "its header is wrong: 'experts_scale' is used more than once",
         ),
-        (lambda h: h["shards"].update(a=["x"]), "its header is wrong: 'x' is in a shard, but is not used"),
-        (
-            lambda h: h["shards"].update({"../a": []}),
-            "its header is wrong: '../a' is not the name of a file in its folder",
-        ),
-        (lambda h: h["shards"].update({"..": []}), "its header is wrong: '..' is not the name of a file in its folder"),
-        (lambda h: h["shards"].update({"/etc/passwd": []}), "its header is wrong: '/etc/passwd' is not the name of a"),
-        (
-            lambda h: h["shards"].update({"a\0": []}),
-            "its header is wrong: 'a\\x00' is not the name of a file in its folder",
-        ),
-        (lambda h: h["shards"].update({"model.safetensors": ["steps"]}), "steps is in it and in its shard model.safet"),
+        (shard("a", "x"), "its header is wrong: 'x' is in a shard, but is not used"),
+        (shard("../a"), "its header is wrong: '../a' is not the name of a"),
+        (shard(".."), "its header is wrong: '..' is not the name of a"),
+        (shard("/etc/passwd"), "its header is wrong: '/etc/passwd' is not the name of a"),
+        (shard("a\0"), "its header is wrong: 'a\\x00' is not the name of a"),
+        (shard("model.safetensors", "steps"), "steps is in it and in its shard model.safet"),
         (of_fc(lambda entry: entry.pop("scheme")), "fc.weight: its entry has no scheme"),
         (of_fc(lambda entry: entry.update(tensors=[])), "fc.weight: its entry has no names of tensors"),
-        (
-            of_fc(lambda entry: entry["tensors"].update(scales=entry["tensors"].pop("scale"))),
-            "fc.weight: its tensors are codes, scales; the codes of int8",
-        ),
-        (
-            of_fc(lambda entry: entry["tensors"].update(packed=entry["tensors"].pop("codes"))),
-            "fc.weight: its tensors are packed, scale; the codes of int8",
-        ),
-        (of_fc(lambda entry: entry["scheme"].update(shape=[-32, -32])), "fc.weight: no tensor has the shape (-32, -3"),
-        (of_fc(lambda entry: entry["scheme"].update(shape=[2**70])), "fc.weight: no tensor has the shape (1180591"),
-        (
-            of_fc(lambda entry: entry["scheme"].update(shape=[32, None])),
-            "fc.weight: a shape takes integers, got (32, None)",
-        ),
-        (of_fc(lambda entry: entry["scheme"].update(shape=32)), "fc.weight: from_json: Scheme cannot be made from"),
-        (of_fc(lambda entry: entry["scheme"].update(dtype="torch.int8")), "fc.weight: a quantized tensor has the dty"),
-        (
-            of_fc(lambda entry: entry["scheme"].update(dtype=None)),
-            "fc.weight: from_json: Scheme.dtype takes a dtype",
-        ),
-        (
-            of_fc(lambda entry: entry["scheme"]["spec"].update(layout="PlainLayout")),
-            "fc.weight: a layout is one of BlockSparseLayout, PackedLayout, PlainLayout",
-        ),
-        (of_fc(lambda entry: entry["scheme"]["spec"].update(weight=None)), "fc.weight: no quantized tensor has a None"),
-        (
-            of_fc(lambda entry: entry["scheme"]["spec"].update(static=0)),
-            "fc.weight: from_json: LinearSpec.static takes a",
-        ),
-        (
-            of_fc(lambda entry: entry["scheme"].update(type="ConvScheme")),
-            "fc.weight: the weight of a convolution has 3 to 5 dimensions, got shape (32, 32)",
-        ),
+        (renamed("scale", "scales"), "fc.weight: its tensors are codes, scales; the codes of int8"),
+        (renamed("codes", "packed"), "fc.weight: its tensors are packed, scale; the codes of int8"),
+        (scheme(shape=[-32, -32]), "fc.weight: no tensor has the shape (-32, -3"),
+        (scheme(shape=[2**70]), "fc.weight: no tensor has the shape (1180591"),
+        (scheme(shape=[32, None]), "fc.weight: a shape takes integers, got (32, None)"),
+        (scheme(shape=32), "fc.weight: from_json: Scheme cannot be made from"),
+        (scheme(dtype="torch.int8"), "fc.weight: a quantized tensor has the dty"),
+        (scheme(dtype=None), "fc.weight: from_json: Scheme.dtype takes a dtype"),
+        (spec(layout="PlainLayout"), "fc.weight: a layout is one of BlockSparseLayout, PackedLayout, PlainLayout"),
+        (spec(weight=None), "fc.weight: no quantized tensor has a None"),
+        (spec(static=0), "fc.weight: from_json: LinearSpec.static takes a"),
+        (scheme(type="ConvScheme"), "fc.weight: the weight of a convolution has 3 to 5 dimensions, got shape (32, 32)"),
     ],
 )
 def test_edited_header(change: Callable[[dict], object], message: str, path: Path) -> None:

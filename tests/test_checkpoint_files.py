@@ -9,21 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import qtorch
 from qtorch import load_quantized, save_quantized
 from qtorch.checkpoint.tensor_file import ALIGNMENT, DTYPES, TensorFile, write_tensors
-from qtorch.dtypes import QuantizedTensor
-from tests.checkpoint_model import IDS, Model, assert_same, contents, meta, quantized
+from tests.checkpoint_model import assert_same, contents, meta, quantized
 
 ROOT = Path(qtorch.__file__).parent.parent
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "model.safetensors"
 
 
 def tensors() -> dict[str, Tensor]:
@@ -263,12 +257,3 @@ def test_a_name_that_the_format_has_taken(path: Path) -> None:
     with pytest.raises(ValueError, match="__metadata__ is reserved by the format"):
         save_quantized({"__metadata__": torch.zeros(1)}, path)
     assert not list(path.parent.iterdir())
-
-
-def test_the_file_is_one_of_safetensors(path: Path) -> None:
-    save_quantized(quantized(), path)
-    stored = load_file(path)
-    assert stored["fc.weight"].dtype == torch.int8
-    assert "__padding__" not in stored
-    assert isinstance(load_quantized(Model(), path).fc.weight, QuantizedTensor)
-    assert load_quantized(meta(), path)(IDS).shape == (24, 24)

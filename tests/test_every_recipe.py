@@ -14,120 +14,97 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import qtorch
-from qtorch import (
-    MappingType,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    ZeroPointDomain,
-    compute_error,
-    explain,
-    float8_dynamic_activation_float8_semi_sparse_weight,
-    float8_dynamic_activation_float8_weight,
-    float8_dynamic_activation_int4_weight,
-    float8_static_activation_float8_weight,
-    float8_weight_only,
-    fpx_weight_only,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_dynamic_activation_int8_semi_sparse_weight,
-    int8_dynamic_activation_int8_weight,
-    int8_static_activation_int8_weight,
-    int8_weight_only,
-    intx_weight_only,
-    load_quantized,
-    lut_weight_only,
-    mxfp4_dynamic_activation_mxfp4_weight,
-    mxfp4_weight_only,
-    mxfp6_weight_only,
-    mxfp8_dynamic_activation_mxfp8_weight,
-    mxfp8_weight_only,
-    nf4_weight_only,
-    nvfp4_dynamic_activation_nvfp4_weight,
-    nvfp4_weight_only,
-    quantize_,
-    save_quantized,
-    uintx_weight_only,
-)
+from qtorch import compute_error, explain, load_quantized, quantize_, save_quantized
 from qtorch.kernels import FallbackError, record_kernels, registry
 from qtorch.kernels.linear import reference
 from qtorch.primitives import MSERule, from_json, to_json
 from qtorch.recipes.base import WeightRecipe
-from tests.every_recipe import NAMES, WEIGHT_ONLY, has_group_size, make
+from tests.every_recipe import FAMILIES, NAMES, WEIGHT_ONLY, has_group_size, make, slow_but
 from tests.quantize_model import same, state_of
 
-FLOAT, SYMMETRIC, ASYMMETRIC = ZeroPointDomain.FLOAT, MappingType.SYMMETRIC, MappingType.ASYMMETRIC
+FLOAT, SYMMETRIC, ASYMMETRIC = qtorch.ZeroPointDomain.FLOAT, qtorch.MappingType.SYMMETRIC, qtorch.MappingType.ASYMMETRIC
 
 # Recipe, kernel of torch operators, SQNR in dB of a Gaussian weight (64, 256), bits per weight where the model is bf16.
 CASES = [
-    (int8_weight_only(), "weight_only_mm", 43.2, 8.125),
-    (int8_weight_only(scale_rule=MSERule(steps=5)), "weight_only_mm", 43.2, 8.125),
-    (int8_weight_only(group_size=32), "weight_only_mm", 45.5, 8.5),
-    (int4_weight_only(), "packed_weight_mm", 19.9, 4.1875),
-    (int4_weight_only(32), "packed_weight_mm", 21.9, 4.75),
-    (int4_weight_only(-1, FLOAT), "packed_weight_mm", 19.3, 4.125),
-    (int4_weight_only(32, use_hqq=True), "packed_weight_mm", 22.2, 4.75),
-    (int4_weight_only(32, FLOAT, use_hqq=True), "packed_weight_mm", 22.9, 5),
-    (int8_dynamic_activation_int8_weight(), "int8_scaled_mm", 43.2, 8.125),
-    (int8_dynamic_activation_int8_weight(ASYMMETRIC), "int8_scaled_mm", 43.2, 8.125),
-    (int8_dynamic_activation_int4_weight(), "packed_int8_scaled_mm", 20.4, 4.5),
-    (int8_dynamic_activation_int4_weight(64, ASYMMETRIC, SYMMETRIC), "packed_int8_scaled_mm", 20.9, 4.375),
-    (int8_static_activation_int8_weight(0.03), "int8_scaled_mm", 43.2, 8.126953125),
-    (uintx_weight_only("uint1"), "packed_weight_mm", 0.2, 1.375),
-    (uintx_weight_only("uint2"), "packed_weight_mm", 6.8, 2.375),
-    (uintx_weight_only("uint3"), "packed_weight_mm", 14.2, 3.375),
-    (uintx_weight_only("uint4"), "packed_weight_mm", 20.9, 4.375),
-    (uintx_weight_only("uint5"), "packed_weight_mm", 27.1, 5.375),
-    (uintx_weight_only("uint6"), "packed_weight_mm", 33.3, 6.375),
-    (uintx_weight_only("uint7"), "packed_weight_mm", 39.4, 7.375),
-    (uintx_weight_only("uint2", 32, use_hqq=True), "packed_weight_mm", 9.6, 2.75),
-    (uintx_weight_only("uint2", 32, zero_point_domain=FLOAT, use_hqq=True), "packed_weight_mm", 10.4, 3),
-    (uintx_weight_only("uint3", 32, zero_point_domain=FLOAT, use_hqq=True), "packed_weight_mm", 16.6, 4),
-    (intx_weight_only("int2"), "packed_weight_mm", 5.8, 2.25),
-    (intx_weight_only("int3"), "packed_weight_mm", 13.1, 3.25),
-    (intx_weight_only("int4"), "packed_weight_mm", 19.8, 4.25),
-    (intx_weight_only("int5"), "packed_weight_mm", 26.1, 5.25),
-    (intx_weight_only("int6"), "packed_weight_mm", 32.2, 6.25),
-    (intx_weight_only("int7"), "packed_weight_mm", 38.3, 7.25),
-    (intx_weight_only("int3", 32, use_hqq=True), "packed_weight_mm", 15.0, 3.5),
-    (intx_weight_only("int2", 32, ASYMMETRIC, use_hqq=True), "packed_weight_mm", 9.6, 2.75),
-    (nf4_weight_only(), "lut_weight_mm", 20.8, 4.16015625),
-    (nf4_weight_only(32, False), "lut_weight_mm", 21.2, 4.53125),
-    (lut_weight_only(), "lut_weight_mm", 21.6, 5.125),
-    (lut_weight_only(3, 64), "lut_weight_mm", 16.6, 5.25),
-    (lut_weight_only(2), "lut_weight_mm", 9.6, 2.375),
-    (float8_weight_only(), "weight_only_mm", 31.7, 8.125),
-    (float8_weight_only(torch.float8_e5m2), "weight_only_mm", 25.6, 8.125),
-    (float8_dynamic_activation_float8_weight(), "emulated_scaled_mm", 31.7, 8.125),
-    (float8_dynamic_activation_float8_weight(PerTensor()), "emulated_scaled_mm", 31.5, 8.001953125),
-    (float8_static_activation_float8_weight(0.01), "emulated_scaled_mm", 31.5, 8.00390625),
-    (float8_static_activation_float8_weight(0.01, granularity=PerRow()), "emulated_scaled_mm", 31.7, 8.126953125),
-    (float8_dynamic_activation_int4_weight(32), "emulated_scaled_mm", 20.4, 4.5),
-    (float8_dynamic_activation_int4_weight(-1, torch.float8_e5m2), "emulated_scaled_mm", 18.6, 4.0625),
-    (fpx_weight_only(3, 2), "packed_weight_mm", 25.6, 6.125),
-    (fpx_weight_only(2, 3), "packed_weight_mm", 31.4, 6.125),
-    (fpx_weight_only(2, 2), "packed_weight_mm", 25.2, 5.125),
-    (fpx_weight_only(3, 1), "packed_weight_mm", 19.8, 5.125),
-    (fpx_weight_only(2, 1), "packed_weight_mm", 19.1, 4.125),
-    (fpx_weight_only(2, 0), "packed_weight_mm", 12.1, 3.125),
-    (mxfp8_weight_only(), "weight_only_mm", 30.6, 8.25),
-    (mxfp6_weight_only(), "packed_weight_mm", 30.9, 6.25),
-    (mxfp4_weight_only(), "packed_weight_mm", 18.8, 4.25),
-    (mxfp8_dynamic_activation_mxfp8_weight(), "emulated_scaled_mm", 30.6, 8.25),
-    (mxfp4_dynamic_activation_mxfp4_weight(), "emulated_scaled_mm", 18.8, 4.25),
-    (nvfp4_weight_only(), "packed_weight_mm", 20.4, 4.501953125),
-    (nvfp4_dynamic_activation_nvfp4_weight(), "emulated_scaled_mm", 20.4, 4.501953125),
-    (int8_dynamic_activation_int8_semi_sparse_weight(), "semi_sparse_int8_scaled_mm", 8.8, 5.125),
-    (int8_dynamic_activation_int8_semi_sparse_weight(ASYMMETRIC), "semi_sparse_int8_scaled_mm", 8.8, 5.125),
-    (float8_dynamic_activation_float8_semi_sparse_weight(), "emulated_semi_sparse_mm", 8.8, 5.125),
-    (float8_dynamic_activation_float8_semi_sparse_weight(PerTensor()), "emulated_semi_sparse_mm", 8.8, 5.001953125),
+    (qtorch.int8_weight_only(), "weight_only_mm", 43.2, 8.125),
+    (qtorch.int8_weight_only(scale_rule=MSERule(steps=5)), "weight_only_mm", 43.2, 8.125),
+    (qtorch.int8_weight_only(group_size=32), "weight_only_mm", 45.5, 8.5),
+    (qtorch.int4_weight_only(), "packed_weight_mm", 19.9, 4.1875),
+    (qtorch.int4_weight_only(32), "packed_weight_mm", 21.9, 4.75),
+    (qtorch.int4_weight_only(-1, FLOAT), "packed_weight_mm", 19.3, 4.125),
+    (qtorch.int4_weight_only(32, use_hqq=True), "packed_weight_mm", 22.2, 4.75),
+    (qtorch.int4_weight_only(32, FLOAT, use_hqq=True), "packed_weight_mm", 22.9, 5),
+    (qtorch.int8_dynamic_activation_int8_weight(), "int8_scaled_mm", 43.2, 8.125),
+    (qtorch.int8_dynamic_activation_int8_weight(ASYMMETRIC), "int8_scaled_mm", 43.2, 8.125),
+    (qtorch.int8_dynamic_activation_int4_weight(), "packed_int8_scaled_mm", 20.4, 4.5),
+    (qtorch.int8_dynamic_activation_int4_weight(64, ASYMMETRIC, SYMMETRIC), "packed_int8_scaled_mm", 20.9, 4.375),
+    (qtorch.int8_static_activation_int8_weight(0.03), "int8_scaled_mm", 43.2, 8.126953125),
+    (qtorch.uintx_weight_only("uint1"), "packed_weight_mm", 0.2, 1.375),
+    (qtorch.uintx_weight_only("uint2"), "packed_weight_mm", 6.8, 2.375),
+    (qtorch.uintx_weight_only("uint3"), "packed_weight_mm", 14.2, 3.375),
+    (qtorch.uintx_weight_only("uint4"), "packed_weight_mm", 20.9, 4.375),
+    (qtorch.uintx_weight_only("uint5"), "packed_weight_mm", 27.1, 5.375),
+    (qtorch.uintx_weight_only("uint6"), "packed_weight_mm", 33.3, 6.375),
+    (qtorch.uintx_weight_only("uint7"), "packed_weight_mm", 39.4, 7.375),
+    (qtorch.uintx_weight_only("uint2", 32, use_hqq=True), "packed_weight_mm", 9.6, 2.75),
+    (qtorch.uintx_weight_only("uint2", 32, zero_point_domain=FLOAT, use_hqq=True), "packed_weight_mm", 10.4, 3),
+    (qtorch.uintx_weight_only("uint3", 32, zero_point_domain=FLOAT, use_hqq=True), "packed_weight_mm", 16.6, 4),
+    (qtorch.intx_weight_only("int2"), "packed_weight_mm", 5.8, 2.25),
+    (qtorch.intx_weight_only("int3"), "packed_weight_mm", 13.1, 3.25),
+    (qtorch.intx_weight_only("int4"), "packed_weight_mm", 19.8, 4.25),
+    (qtorch.intx_weight_only("int5"), "packed_weight_mm", 26.1, 5.25),
+    (qtorch.intx_weight_only("int6"), "packed_weight_mm", 32.2, 6.25),
+    (qtorch.intx_weight_only("int7"), "packed_weight_mm", 38.3, 7.25),
+    (qtorch.intx_weight_only("int3", 32, use_hqq=True), "packed_weight_mm", 15.0, 3.5),
+    (qtorch.intx_weight_only("int2", 32, ASYMMETRIC, use_hqq=True), "packed_weight_mm", 9.6, 2.75),
+    (qtorch.nf4_weight_only(), "lut_weight_mm", 20.8, 4.16015625),
+    (qtorch.nf4_weight_only(32, False), "lut_weight_mm", 21.2, 4.53125),
+    (qtorch.lut_weight_only(), "lut_weight_mm", 21.6, 5.125),
+    (qtorch.lut_weight_only(3, 64), "lut_weight_mm", 16.6, 5.25),
+    (qtorch.lut_weight_only(2), "lut_weight_mm", 9.6, 2.375),
+    (qtorch.float8_weight_only(), "weight_only_mm", 31.7, 8.125),
+    (qtorch.float8_weight_only(torch.float8_e5m2), "weight_only_mm", 25.6, 8.125),
+    (qtorch.float8_dynamic_activation_float8_weight(), "emulated_scaled_mm", 31.7, 8.125),
+    (qtorch.float8_dynamic_activation_float8_weight(qtorch.PerTensor()), "emulated_scaled_mm", 31.5, 8.001953125),
+    (qtorch.float8_static_activation_float8_weight(0.01), "emulated_scaled_mm", 31.5, 8.00390625),
+    (
+        qtorch.float8_static_activation_float8_weight(0.01, granularity=qtorch.PerRow()),
+        "emulated_scaled_mm",
+        31.7,
+        8.126953125,
+    ),
+    (qtorch.float8_dynamic_activation_int4_weight(32), "emulated_scaled_mm", 20.4, 4.5),
+    (qtorch.float8_dynamic_activation_int4_weight(-1, torch.float8_e5m2), "emulated_scaled_mm", 18.6, 4.0625),
+    (qtorch.fpx_weight_only(3, 2), "packed_weight_mm", 25.6, 6.125),
+    (qtorch.fpx_weight_only(2, 3), "packed_weight_mm", 31.4, 6.125),
+    (qtorch.fpx_weight_only(2, 2), "packed_weight_mm", 25.2, 5.125),
+    (qtorch.fpx_weight_only(3, 1), "packed_weight_mm", 19.8, 5.125),
+    (qtorch.fpx_weight_only(2, 1), "packed_weight_mm", 19.1, 4.125),
+    (qtorch.fpx_weight_only(2, 0), "packed_weight_mm", 12.1, 3.125),
+    (qtorch.mxfp8_weight_only(), "weight_only_mm", 30.6, 8.25),
+    (qtorch.mxfp6_weight_only(), "packed_weight_mm", 30.9, 6.25),
+    (qtorch.mxfp4_weight_only(), "packed_weight_mm", 18.8, 4.25),
+    (qtorch.mxfp8_dynamic_activation_mxfp8_weight(), "emulated_scaled_mm", 30.6, 8.25),
+    (qtorch.mxfp4_dynamic_activation_mxfp4_weight(), "emulated_scaled_mm", 18.8, 4.25),
+    (qtorch.nvfp4_weight_only(), "packed_weight_mm", 20.4, 4.501953125),
+    (qtorch.nvfp4_dynamic_activation_nvfp4_weight(), "emulated_scaled_mm", 20.4, 4.501953125),
+    (qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), "semi_sparse_int8_scaled_mm", 8.8, 5.125),
+    (qtorch.int8_dynamic_activation_int8_semi_sparse_weight(ASYMMETRIC), "semi_sparse_int8_scaled_mm", 8.8, 5.125),
+    (qtorch.float8_dynamic_activation_float8_semi_sparse_weight(), "emulated_semi_sparse_mm", 8.8, 5.125),
+    (
+        qtorch.float8_dynamic_activation_float8_semi_sparse_weight(qtorch.PerTensor()),
+        "emulated_semi_sparse_mm",
+        8.8,
+        5.001953125,
+    ),
 ]
 every_case = pytest.mark.parametrize(("recipe", "kernel", "sqnr", "bits"), CASES, ids=[str(case[0]) for case in CASES])
 
-GROUPED = [name for name in NAMES if isinstance(make(name, 32).linear_spec().weight.granularity, PerGroup)]
+GROUPED = [name for name in NAMES if isinstance(make(name, 32).linear_spec().weight.granularity, qtorch.PerGroup)]
 EMULATED = [
     name for name in NAMES if name not in WEIGHT_ONLY and make(name).linear_spec().activation.dtype.is_floating_point
 ]
+FLOAT8 = ("dynamic_activation_float8", "static_activation_float8", "dynamic_activation_int4")
 every_recipe = pytest.mark.parametrize("name", NAMES)
 
 
@@ -138,6 +115,9 @@ def model(first: int, second: int, dtype: torch.dtype = torch.float32) -> nn.Seq
 def test_every_recipe_has_a_case() -> None:
     assert {recipe.name for recipe, *_ in CASES} >= {name for name in NAMES if hasattr(qtorch, name)}
     assert len({str(recipe) for recipe, *_ in CASES}) == len({recipe for recipe, *_ in CASES}) == len(CASES)
+    assert {"int4_weight_only", "lut_weight_only", "mxfp4_weight_only"} <= set(GROUPED)
+    assert {"int8_weight_only", "fpx_weight_only"} <= set(NAMES) - set(GROUPED)
+    assert {f"float8_{kind}_weight" for kind in FLOAT8} <= set(EMULATED)
 
 
 @every_case
@@ -201,7 +181,7 @@ def test_save_load_and_copy(recipe: WeightRecipe, kernel: str, sqnr: float, bits
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@every_recipe
+@pytest.mark.parametrize("name", slow_but(FAMILIES, NAMES))
 def test_compile_traces_one_graph(name: str, grad: bool) -> None:
     recipe = make(name, 32)
     if grad and recipe.linear_spec().activation is None:
@@ -269,11 +249,6 @@ def test_without_groups_any_row_will_do(name: str) -> None:
     assert len(quantize_(model(67, 1), make(name)).quantized) == 2
 
 
-def test_some_recipes_have_groups_and_some_do_not() -> None:
-    assert {"int4_weight_only", "lut_weight_only", "mxfp4_weight_only"} <= set(GROUPED)
-    assert {"int8_weight_only", "fpx_weight_only"} <= set(NAMES) - set(GROUPED)
-
-
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64])
 def test_weights_of_another_dtype(name: str, dtype: torch.dtype) -> None:
@@ -326,11 +301,3 @@ def test_no_other_recipe_falls_back(name: str) -> None:
     quantize_(layers, {"0": make(name, 32)})
     with qtorch.config.patch(strict=True):
         layers(torch.randn(3, 64))
-
-
-def test_the_float8_recipes_are_among_the_emulated() -> None:
-    assert {
-        "float8_dynamic_activation_float8_weight",
-        "float8_static_activation_float8_weight",
-        "float8_dynamic_activation_int4_weight",
-    } <= set(EMULATED)

@@ -6,68 +6,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    PerBlock,
-    PerTensor,
-    QuantSpec,
-    ZeroPointDomain,
-    float8_weight_only,
-    int4_weight_only,
-    int8_static_activation_int8_weight,
-    int8_weight_only,
-    load_quantized,
-    nf4_weight_only,
-    nvfp4_weight_only,
-    save_quantized,
-)
-from qtorch.checkpoint.sources import Contents, Source
+import qtorch
+from qtorch.checkpoint.sources import Source, open_source
 from qtorch.checkpoint.stacked_experts import fuse_experts, is_fused, split_experts
 from qtorch.dtypes import QuantizedTensor
 from qtorch.recipes.base import WeightRecipe
 
 RECIPES = [
-    int8_weight_only(),
-    int4_weight_only(group_size=16),
-    float8_weight_only(),
-    float8_weight_only(granularity=PerTensor()),
-    nvfp4_weight_only(),
-    nf4_weight_only(group_size=32),
-    int8_static_activation_int8_weight(0.02),
+    qtorch.int8_weight_only(),
+    qtorch.int4_weight_only(group_size=16),
+    qtorch.float8_weight_only(),
+    qtorch.float8_weight_only(granularity=qtorch.PerTensor()),
+    qtorch.nvfp4_weight_only(),
+    qtorch.nf4_weight_only(group_size=32),
+    qtorch.int8_static_activation_int8_weight(0.02),
 ]
 
 FUSED = "layers.0.mlp.experts.gate_up_proj"
 
 
-class Stored(Source):
-    """A Source of tensors in memory."""
-
-    format = "memory"
-    path = Path("memory")
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-        self.names = set(tensors)
-
-    @classmethod
-    def recognizes(cls, path: Path) -> bool:
-        return False
-
-    @classmethod
-    def open(cls, path: Path, *, verify: bool, mmap: bool) -> Source:
-        raise NotImplementedError
-
-    def contents(self, name: str) -> Contents:
-        tensor = self.tensors[name]
-        scheme = tensor.scheme if isinstance(tensor, QuantizedTensor) else None
-        return Contents(tuple(tensor.shape), tensor.dtype, tensor.nbytes, scheme)
-
-    def tensor(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def close(self) -> None:
-        pass
+def saved(tensors: dict[str, Tensor], path: Path) -> Source:
+    qtorch.save_quantized(tensors, path)
+    return open_source(path)
 
 
 def floats(tensor: Tensor) -> Tensor:
@@ -75,15 +35,14 @@ def floats(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES], ids=str)
-def test_fused_experts_have_the_numbers_of_their_matrices(recipe: WeightRecipe | None) -> None:
-    torch.manual_seed(0)
+def test_fused_experts_have_the_numbers_of_their_matrices(recipe: WeightRecipe | None, path: Path) -> None:
     matrices: dict[str, Tensor] = {}
     for expert in range(3):
         for projection in ("gate_proj", "up_proj"):
             matrix = torch.randn(32, 64) * (1 + expert)
             name = f"layers.0.mlp.experts.{expert}.{projection}.weight"
             matrices[name] = matrix if recipe is None else recipe.apply(matrix)
-    source = fuse_experts(Stored(matrices), [FUSED])
+    source = fuse_experts(saved(matrices, path), [FUSED])
     assert set(source.names) == {FUSED}
     fused = source.tensor(FUSED)
     assert fused.shape == (3, 64, 64)
@@ -100,7 +59,6 @@ def test_fused_experts_have_the_numbers_of_their_matrices(recipe: WeightRecipe |
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_fused_weight_is_cut_exactly(recipe: WeightRecipe) -> None:
-    torch.manual_seed(0)
     fused = recipe.apply(torch.randn(2, 64, 64))
     parts = split_experts("mlp.experts.gate_up_proj", fused, {"model_type": "mixtral"})
     assert [name for name in parts if ".0." in name] == [
@@ -114,46 +72,46 @@ def test_a_fused_weight_is_cut_exactly(recipe: WeightRecipe) -> None:
 
 
 def test_square_blocks() -> None:
-    spec = QuantSpec("float8_e4m3fn", PerBlock((16, 16)), zero_point_domain=ZeroPointDomain.NONE)  # type: ignore[arg-type]
-    fused = AffineQuantizedTensor.from_float(torch.randn(2, 64, 32), LinearSpec(spec))
+    spec = qtorch.QuantSpec("float8_e4m3fn", qtorch.PerBlock((16, 16)), zero_point_domain=qtorch.ZeroPointDomain.NONE)  # type: ignore[arg-type]
+    fused = qtorch.AffineQuantizedTensor.from_float(torch.randn(2, 64, 32), qtorch.LinearSpec(spec))
     parts = split_experts("mlp.experts.gate_up_proj", fused, {})
     assert torch.equal(floats(parts["mlp.experts.1.up_proj.weight"]), fused.dequantize()[1, 32:])
-    misfit = AffineQuantizedTensor.from_float(torch.randn(2, 48, 32), LinearSpec(spec))
+    misfit = qtorch.AffineQuantizedTensor.from_float(torch.randn(2, 48, 32), qtorch.LinearSpec(spec))
     with pytest.raises(ValueError, match=r"mlp\.experts\.gate_up_proj.*24 rows cut through the blocks"):
         split_experts("mlp.experts.gate_up_proj", misfit, {})
 
 
-def test_mixtral_names() -> None:
+def test_mixtral_names(path: Path) -> None:
     block = "layers.0.block_sparse_moe"
     stored = {f"{block}.experts.{e}.{p}.weight": torch.randn(4, 4) for e in (0, 1) for p in ("w1", "w3", "w2")}
     stored |= {f"{block}.gate.weight": torch.randn(2, 4), "norm.weight": torch.randn(4)}
     wanted = [FUSED, "layers.0.mlp.experts.down_proj", "layers.0.mlp.gate.weight", "norm.weight"]
-    source = fuse_experts(Stored(stored), wanted)
+    source = fuse_experts(saved(stored, path), wanted)
     assert set(source.names) == set(wanted)
     assert torch.equal(source.tensor(FUSED)[1, 4:], stored[f"{block}.experts.1.w3.weight"])
     assert torch.equal(source.tensor("layers.0.mlp.gate.weight"), stored[f"{block}.gate.weight"])
     assert source.contents("layers.0.mlp.gate.weight").shape == (2, 4)
 
 
-def test_nothing_to_fuse_is_the_source_itself() -> None:
-    source = Stored({"weight": torch.zeros(1)})
+def test_nothing_to_fuse_is_the_source_itself(path: Path) -> None:
+    source = saved({"weight": torch.zeros(1)}, path)
     assert fuse_experts(source, ["weight", "mlp.experts.down_proj"]) is source
 
 
-def test_matrices_that_differ_are_named() -> None:
-    stored = {f"mlp.experts.{e}.down_proj.weight": torch.randn(4, 16) for e in (0, 1)}
-    stored["mlp.experts.1.down_proj.weight"] = int8_weight_only().apply(stored["mlp.experts.1.down_proj.weight"])
-    with pytest.raises(ValueError, match=r"mlp\.experts\.down_proj cannot be made from mlp\.experts\.0"):
-        fuse_experts(Stored(stored), ["mlp.experts.down_proj"]).tensor("mlp.experts.down_proj")
-
-
-def test_static_activations_of_experts_have_to_agree() -> None:
-    stored = {
-        f"mlp.experts.{e}.down_proj.weight": int8_static_activation_int8_weight(0.1 * (1 + e)).apply(torch.randn(4, 16))
-        for e in (0, 1)
-    }
-    with pytest.raises(ValueError, match="static activations of the matrices have different scales"):
-        fuse_experts(Stored(stored), ["mlp.experts.down_proj"]).tensor("mlp.experts.down_proj")
+@pytest.mark.parametrize(
+    ("of_second", "words"),
+    [
+        (qtorch.int8_weight_only(), r"mlp\.experts\.down_proj cannot be made from mlp\.experts\.0"),
+        (RECIPES[-1], "static activations of the matrices have different scales"),
+    ],
+)
+def test_matrices_that_differ_are_named(of_second: WeightRecipe, words: str, path: Path) -> None:
+    first, second = torch.randn(2, 4, 16)
+    if of_second is RECIPES[-1]:
+        first = qtorch.int8_static_activation_int8_weight(0.1).apply(first)
+    stored = {"mlp.experts.0.down_proj.weight": first, "mlp.experts.1.down_proj.weight": of_second.apply(second)}
+    with pytest.raises(ValueError, match=words):
+        fuse_experts(saved(stored, path), ["mlp.experts.down_proj"]).tensor("mlp.experts.down_proj")
 
 
 def test_models_whose_files_hold_fused_experts_are_refused() -> None:
@@ -166,11 +124,11 @@ def test_models_whose_files_hold_fused_experts_are_refused() -> None:
 def test_a_name_that_a_tied_parameter_lacks(tmp_path: Path) -> None:
     """A file holds a tied tensor once; the model says which names are tied."""
     weight = torch.randn(4, 8)
-    save_quantized({"a.weight": weight}, tmp_path / "file.safetensors")
+    qtorch.save_quantized({"a.weight": weight}, tmp_path / "file.safetensors")
     model = nn.ModuleDict({"a": nn.Linear(8, 4, bias=False), "b": nn.Linear(8, 4, bias=False)})
     with pytest.raises(ValueError, match=r"missing key b\.weight"):
-        load_quantized(model, tmp_path / "file.safetensors")
+        qtorch.load_quantized(model, tmp_path / "file.safetensors")
     model["b"].weight = model["a"].weight
-    load_quantized(model, tmp_path / "file.safetensors")
+    qtorch.load_quantized(model, tmp_path / "file.safetensors")
     assert model["a"].weight is model["b"].weight
     assert torch.equal(model["b"].weight, weight)

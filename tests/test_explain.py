@@ -9,21 +9,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    PerBlock,
-    PerToken,
-    QuantSpec,
-    explain,
-    int4_weight_only,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    quantize_,
-)
-from qtorch.kernels import FallbackError, record_kernels, register
+from qtorch import explain, quantize_
+from qtorch.kernels import FallbackError, register
 from qtorch.kernels.registry import candidates
-from qtorch.model.explain import Explanation, Explanations
+from qtorch.model.explain import Explanations
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -32,8 +21,10 @@ pytestmark = pytest.mark.usefixtures("torch_kernels")
 def only_reference(block: int) -> tuple[Tensor, Tensor]:
     """(input, weight) of a scheme that no kernel takes: blocks of rows with int8 activations. What has been warned of
     is remembered for the process, so every test takes a block of its own."""
-    spec = LinearSpec(QuantSpec(torch.int8, PerBlock((2, block))), QuantSpec(torch.int8, PerToken()))
-    return torch.randn(3, 2 * block), AffineQuantizedTensor.from_float(torch.randn(4, 2 * block), spec)
+    spec = qtorch.LinearSpec(
+        qtorch.QuantSpec(torch.int8, qtorch.PerBlock((2, block))), qtorch.QuantSpec(torch.int8, qtorch.PerToken())
+    )
+    return torch.randn(3, 2 * block), qtorch.AffineQuantizedTensor.from_float(torch.randn(4, 2 * block), spec)
 
 
 def model() -> nn.Module:
@@ -41,45 +32,29 @@ def model() -> nn.Module:
     result.embed = nn.Embedding(16, 32)
     result.first = nn.Linear(32, 32)
     result.last = nn.Linear(32, 8)
-    quantize_(result, {"embed": int8_weight_only(), "first": int8_dynamic_activation_int8_weight()})
+    quantize_(result, {"embed": qtorch.int8_weight_only(), "first": qtorch.int8_dynamic_activation_int8_weight()})
     return result
 
 
 def test_weight() -> None:
-    weight = int4_weight_only(group_size=16).apply(torch.randn(8, 32))
+    explanation = explain(qtorch.int4_weight_only(group_size=16).apply(torch.randn(8, 32)))
     assert_expected_inline(
-        str(explain(weight)),
+        "\n".join(str(explanation).splitlines()[:2]),
         """\
 linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, PackedLayout()
-  runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)
-  not portable_linear: reads the portable layout, the weight has packed
-  not cpu_block_sparse_int8_mm: reads the block_sparse layout, the weight has packed
-  not cpu_block_sparse_weight_only_mm: reads the block_sparse layout, the weight has packed
-  not cpu_int8_mm: needs quantized activations, the scheme is weight-only
-  not cpu_lut_mm: takes a CodebookSpec, the weight has a QuantSpec
-  not cpu_weight_only_mm: is switched off
-  not cuda_block_sparse_int8_mm: reads the block_sparse layout, the weight has packed
-  not cuda_block_sparse_weight_mm: reads the block_sparse layout, the weight has packed
-  not cuda_int8_mm: runs on cuda, the input is on cpu
-  not cuda_weight_mm: runs on cuda, the input is on cpu
-  not float8_scaled_mm: reads the plain layout, the weight has packed
-  not block_sparse_int8_scaled_mm: reads the block_sparse layout, the weight has packed
-  not int8_block_mm: reads the plain layout, the weight has packed
-  not int8_scaled_mm: reads the plain layout, the weight has packed
-  not int8_weight_mm: reads the plain layout, the weight has packed
-  not packed_int8_scaled_mm: needs quantized activations, the scheme is weight-only
-  not semi_sparse_float8_scaled_mm: reads the semi_sparse layout, the weight has packed
-  not semi_sparse_int8_scaled_mm: reads the semi_sparse layout, the weight has packed
-  not block_sparse_weight_only_mm: reads the block_sparse layout, the weight has packed
-  not emulated_block_sparse_mm: reads the block_sparse layout, the weight has packed
-  not emulated_semi_sparse_mm: reads the semi_sparse layout, the weight has packed
-  not int4_tiled_mm: reads the tensor_core_tiled layout, the weight has packed
-  not lut_weight_mm: takes a CodebookSpec, the weight has a QuantSpec
-  not semi_sparse_weight_only_mm: reads the semi_sparse layout, the weight has packed
-  not weight_only_mm: reads the plain layout, the weight has packed
-  not emulated_scaled_mm: takes activations in floating-point codes
-  not reference: comes after it""",
+  runs packed_weight_mm (dequantizes on each call: on CPU it saves memory, not time)""",
     )
+    reasons = {
+        "cpu_int8_mm": "needs quantized activations, the scheme is weight-only",
+        "cpu_lut_mm": "takes a CodebookSpec, the weight has a QuantSpec",
+        "cpu_weight_only_mm": "is switched off",
+        "cuda_weight_mm": "runs on cuda, the input is on cpu",
+        "int8_scaled_mm": "reads the plain layout, the weight has packed",
+        "emulated_scaled_mm": "takes activations in floating-point codes",
+        "reference": "comes after it",
+    }
+    assert reasons.items() <= dict(explanation.rejected).items()
+    assert all(f"  not {kernel}: {reason}" in str(explanation) for kernel, reason in explanation.rejected)
 
 
 def test_model() -> None:
@@ -101,18 +76,10 @@ first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dyna
         assert f"  not {reason}" in lines
 
 
-def test_module_with_one_weight() -> None:
-    (explanation,) = explain(model().first)
-    assert isinstance(explanation, Explanation)
-    assert explanation.name == "weight"
-    assert explanation.kernel == "int8_scaled_mm"
-    assert dict(explanation.rejected)["weight_only_mm"] == "is weight-only, the scheme quantizes activations"
-
-
 def test_input_dtype_decides() -> None:
     """bf16 has a kernel of its own on CPU, and a note on its accuracy."""
     layer = nn.Linear(32, 8)
-    quantize_(layer, int8_weight_only())
+    quantize_(layer, qtorch.int8_weight_only())
     assert explain(layer)[0].kernel == "weight_only_mm"
     (explanation,) = explain(layer, torch.ones(1, 32, dtype=torch.bfloat16))
     assert explanation.kernel == "int8_weight_mm"
@@ -122,17 +89,6 @@ def test_input_dtype_decides() -> None:
 
 def test_integer_input_says_nothing_about_the_dtype() -> None:
     assert explain(model(), torch.zeros(1, dtype=torch.long))[1].problem.dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_explained_runs(dtype: torch.dtype) -> None:
-    layers = model().to(dtype)
-    inputs = {"embed": torch.zeros(2, dtype=torch.long), "first": torch.ones(2, 32, dtype=dtype)}
-    for name, x in inputs.items():
-        (explanation,) = explain(getattr(layers, name), x)
-        with record_kernels() as ran:
-            getattr(layers, name)(x)
-        assert ran[0] == f"{explanation.problem.op}:{explanation.kernel}"
 
 
 def test_every_kernel_has_a_verdict() -> None:
@@ -145,7 +101,7 @@ def test_every_kernel_has_a_verdict() -> None:
 def test_experts_are_explained_as_one_product() -> None:
     layer = nn.Module()
     layer.experts = nn.Parameter(torch.randn(4, 32, 64))
-    quantize_(layer, {"experts": int4_weight_only(group_size=32)})
+    quantize_(layer, {"experts": qtorch.int4_weight_only(group_size=32)})
     transposed = layer.experts.transpose(1, 2)
     for explanation in (*explain(layer), explain(transposed)):
         assert (explanation.problem.op, explanation.problem.scheme.shape) == ("grouped_linear", (4, 32, 64))
@@ -156,7 +112,7 @@ def test_tied_weight_is_explained_in_each_place() -> None:
     tied = nn.Sequential()
     tied.embed, tied.head = nn.Embedding(16, 32), nn.Linear(32, 16)
     tied.head.weight = tied.embed.weight
-    quantize_(tied, {"embed": int8_weight_only()})
+    quantize_(tied, {"embed": qtorch.int8_weight_only()})
     assert [(e.name, e.problem.op) for e in explain(tied)] == [("embed.weight", "embedding"), ("head.weight", "linear")]
 
 
@@ -218,12 +174,6 @@ def test_strict() -> None:
         nn.functional.linear(x, weight)
 
 
-def test_strict_lets_kernels_run() -> None:
-    layers = model()
-    with qtorch.config.patch(strict=True):
-        layers.first(layers.embed(torch.zeros(2, dtype=torch.long)))
-
-
 def test_config_patch() -> None:
     assert not qtorch.config.strict
     with pytest.raises(ZeroDivisionError), qtorch.config.patch(strict=True) as patched:
@@ -235,10 +185,10 @@ def test_config_patch() -> None:
 
 def test_a_new_kernel_is_explained() -> None:
     layer = nn.Linear(32, 8)
-    quantize_(layer, int8_weight_only())
+    quantize_(layer, qtorch.int8_weight_only())
 
     @register("linear", weight=("int8",), activation=(), priority=50, supports=lambda problem: "is only a test")
-    def unwilling(x: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
+    def unwilling(x: Tensor, weight: qtorch.AffineQuantizedTensor, bias: Tensor | None) -> Tensor:
         raise AssertionError
 
     try:

@@ -211,7 +211,6 @@ def test_threads_have_memory_of_their_own() -> None:
 
 
 def test_batch_norm_is_folded_first() -> None:
-    torch.manual_seed(0)
     float_model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
     float_model(X)
     float_model.eval()

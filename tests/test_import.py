@@ -1,10 +1,14 @@
-"""What `import qtorch` does and does not do, in a fresh interpreter."""
+"""What `import qtorch` does and does not do, in a fresh interpreter; what error messages name is there after it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import qtorch
+from qtorch.primitives.supported_versions import OLDEST
 
 ROOT = Path(qtorch.__file__).parent.parent
 
@@ -23,7 +27,9 @@ def test_is_silent_and_starts_nothing() -> None:
         "before = set(sys.modules)\n"
         "import qtorch\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
-        "assert not new & {'triton', 'transformers', 'matplotlib', 'torchvision', 'torchao'}, new\n"
+        "never = {'triton', 'transformers', 'matplotlib', 'torchvision', 'torchao', 'accelerate', 'peft'}\n"
+        "assert not new & never, new\n"
+        "assert 'torch._dynamo' not in set(sys.modules) - before\n"
         "later = ('calibration', 'checkpoint', 'kv_cache', 'training', 'integrations.export', 'integrations.fusion')\n"
         "assert not [name for name in later if f'qtorch.{name}' in sys.modules]\n"
         "assert not torch.cuda.is_initialized()\n"
@@ -57,6 +63,7 @@ def test_works_without_triton_and_without_a_gpu() -> None:
     )
 
 
+@pytest.mark.slow
 def test_everything_on_cpu_works_without_triton() -> None:
     """Every recipe that serves, one that trains, and a compiled graph."""
     run(
@@ -85,3 +92,72 @@ def test_public_names() -> None:
     assert len(set(qtorch.__all__)) == len(qtorch.__all__)
     assert [name for name in qtorch.__all__ if not hasattr(qtorch, name)] == []
     assert [name for name in qtorch.__all__ if getattr(qtorch, name).__doc__ is None] == []
+
+
+@pytest.mark.slow
+def test_names_of_messages() -> None:
+    for package in ("accelerate", "peft"):
+        pytest.importorskip(package)
+    run("""
+import sys, warnings
+warnings.simplefilter("error", UserWarning)
+import qtorch
+qtorch.integrations.accelerate.disk_offload
+qtorch.integrations.accelerate.dispatch_model
+qtorch.integrations.peft.prepare_for_adapters
+qtorch.integrations.peft.initialize_from_quantization_error
+import accelerate.utils.other
+assert "qtorch.integrations.accelerate_files" in sys.modules
+assert accelerate.utils.other.safe_save_file.__wrapped__
+try:
+    qtorch.integrations.nothing
+except AttributeError:
+    pass
+else:
+    raise AssertionError
+""")
+
+
+@pytest.mark.slow
+def test_packages_that_are_too_old() -> None:
+    """The first use says so, and an import that qtorch waits for warns."""
+    for package in set(OLDEST) - {"torch"}:
+        pytest.importorskip(package)
+    run("""
+import warnings
+import torch
+from qtorch.primitives import supported_versions
+supported_versions.OLDEST = dict.fromkeys(supported_versions.OLDEST, "99.3")
+
+def raises(package, use):
+    try:
+        use()
+    except ImportError as error:
+        assert f"qtorch works with {package} 99.3 and newer, and {package} " in str(error), error
+    else:
+        raise AssertionError(package)
+
+import qtorch
+layer = torch.nn.Linear(8, 8)
+qtorch.quantize_(layer, qtorch.int8_weight_only())
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    import transformers.modeling_utils
+ours = {str(w.message) for w in found if "qtorch" in str(w.message)}
+assert len(ours) == 1 and "99.3" in ours.pop(), found
+raises("transformers", lambda: qtorch.integrations.transformers)
+raises("transformers", lambda: qtorch.kv_cache.quantized_cache(layer))
+raises("diffusers", lambda: qtorch.integrations.diffusers)
+raises("accelerate", lambda: qtorch.integrations.accelerate.disk_offload(layer, "folder"))
+raises("accelerate", lambda: qtorch.integrations.accelerate.dispatch_model(layer, {}))
+import peft
+model = torch.nn.Sequential(layer)
+raises("peft", lambda: peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"])))
+""")
+
+
+def test_versions_of_pyproject() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for package, oldest in OLDEST.items():
+        asked = set(re.findall(rf'"{package}(>=[\d.]+)?[";]', text)) - {""}
+        assert asked == {f">={oldest}"}, package

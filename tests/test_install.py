@@ -1,9 +1,7 @@
 """Changes of a model are made whole or not at all, wherever an exception comes from."""
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,8 +9,8 @@ import torch
 from torch import nn
 
 import qtorch.model.install as module_under_test
-from qtorch import int8_weight_only
-from qtorch.model.install import REMOVED, Change, all_or_nothing, install, keep_attributes, user_attributes
+from qtorch.model.install import REMOVED, Change, all_or_nothing, install
+from tests.quantize_model import interrupted
 
 
 class Other(nn.Linear):
@@ -84,31 +82,6 @@ def exchange(m: nn.Sequential) -> None:
         m[1] = nn.Identity()
 
 
-def interrupted(action: Callable[[], object], at: int) -> bool:
-    """Run it with a KeyboardInterrupt at the line `at` of those of the module under test and of this file."""
-    seen = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal seen
-        if frame.f_code.co_filename not in (module_under_test.__file__, __file__):
-            return None
-        if event == "line":
-            seen += 1
-            if seen == at:
-                raise KeyboardInterrupt
-        return trace
-
-    old = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(old)
-    return False
-
-
 @pytest.mark.parametrize("act", [exchange, lambda m: install(changes(m))], ids=["all_or_nothing", "install"])
 def test_interrupted_at_every_line(act: Callable[[nn.Sequential], None]) -> None:
     done = model()
@@ -118,23 +91,9 @@ def test_interrupted_at_every_line(act: Callable[[nn.Sequential], None]) -> None
     for at in range(1, 200):
         m = model()
         before = state(m)
-        if not interrupted(lambda m=m: act(m), at):
+        if not interrupted(lambda m=m: act(m), at, (module_under_test.__file__, __file__).__contains__):
             break
         assert state(m) == before or [part[:-1] for part in state(m)] == new
         outcomes.append(state(m) == before)
     assert at > 10
     assert outcomes[0]
-
-
-def test_user_attributes() -> None:
-    old = nn.Parameter(torch.ones(4, 4))
-    assert user_attributes(old) == {}
-    old.tag = "mine"
-    old.scale = old.plain = old.fast_linear = 3  # names that a quantized weight has itself
-    new = nn.Parameter(int8_weight_only().apply(old.detach()), requires_grad=False)
-    inner = new.inner_tensors
-    assert keep_attributes(new, old) is new
-    assert user_attributes(new) == {"tag": "mine"}
-    assert all(new.inner_tensors[name] is tensor for name, tensor in inner.items())
-    assert new.fast_linear is None
-    assert vars(keep_attributes(nn.Parameter(torch.ones(1)), new)) == {"tag": "mine"}

@@ -80,17 +80,9 @@ def _messages(tree: ast.Module) -> Iterator[str]:
 
 def test_messages_name_calls_that_exist() -> None:
     root, missing, checked = Path(qtorch.__file__).parent, [], set()
-    packages = [
-        "",
-        ".calibration",
-        ".integrations.torchao",
-        ".integrations.transformers",
-        ".kernels",
-        ".primitives",
-        ".training",
-    ]
-    places = [builtins, torch, torch.Tensor, torch.nn.Module]
-    places += [importlib.import_module(f"qtorch{package}") for package in packages]
+    packages = ["calibration", "integrations.torchao", "integrations.transformers", "kernels", "primitives", "training"]
+    places = [qtorch, *(importlib.import_module(f"qtorch.{package}") for package in packages)]
+    places += [builtins, torch, torch.Tensor, torch.nn.Module]
     for path in root.rglob("*.py"):
         for message in _messages(ast.parse(path.read_text())):
             for name in re.findall(r"(?<![\w.{])([A-Za-z_][\w.]*)\(", message):

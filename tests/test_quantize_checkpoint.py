@@ -1,30 +1,22 @@
-"""quantize_checkpoint writes what quantize_ and save_quantized write, without the model, and survives being killed."""
-
-from __future__ import annotations
+"""quantize_checkpoint writes what quantize_ and save_quantized write, without the model."""
 
 import json
-import os
 import shutil
-import warnings
-import zlib
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import qtorch
 from qtorch import convert_checkpoint, load_quantized, quantize_, quantize_checkpoint, save_quantized
-from qtorch.checkpoint import part_file
 from qtorch.checkpoint.sources import SOURCES, Contents, QtorchSource, open_source, register_source
-from qtorch.checkpoint.streaming import forms, partial
+from qtorch.checkpoint.streaming import forms
 from qtorch.checkpoint.tensor_file import TensorFile
 from qtorch.dtypes import QuantizedTensor
-from tests.float_checkpoints import Decoder, decoder, save_shards
+from tests.float_checkpoints import assert_same, decoder, expected, save_shards, stored
 
 RECIPES = [
     qtorch.int4_weight_only(group_size=32),
@@ -39,28 +31,6 @@ RECIPES = [
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return save_shards(decoder().state_dict(), tmp_path / "float", 3)
-
-
-def stored(path: Path) -> dict[str, Tensor]:
-    """All stored tensors of a checkpoint with its shards."""
-    with open_source(path) as opened:
-        files = opened.files  # type: ignore[attr-defined]
-        return {name: file.read(name) for file in files for name in file.stored}
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
-        assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape), name
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)), name
-
-
-def expected(path: Path, recipe: object) -> dict[str, Tensor]:
-    """What quantize_ and save_quantized write; quantize_checkpoint leaves the head alone."""
-    model = decoder()
-    quantize_(model, recipe, lambda module, name: isinstance(module, torch.nn.Linear) and name != "lm_head")
-    save_quantized(model, path)
-    return stored(path)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -86,18 +56,6 @@ def test_the_report_is_that_of_quantize_(source: Path, tmp_path: Path) -> None:
     assert found.quantized_parameters == wanted.quantized_parameters
     assert found.model_bytes_before == wanted.model_bytes_before
     assert found.model_bytes_after == wanted.model_bytes_after
-
-
-def test_it_loads_into_the_model(source: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(source, tmp_path / "q.safetensors", {".*": qtorch.int8_weight_only()})
-    with torch.device("meta"):
-        model = Decoder()
-    load_quantized(model, tmp_path / "q.safetensors")
-    wanted = decoder()
-    quantize_(wanted, qtorch.int8_weight_only())
-    assert isinstance(model.lm_head.weight, QuantizedTensor)
-    assert torch.equal(model.lm_head.weight.dequantize(), wanted.lm_head.weight.dequantize())
-    assert torch.equal(model.steps, wanted.steps)
 
 
 @pytest.mark.parametrize("limit", [1, 4000, 20_000])
@@ -130,13 +88,6 @@ def test_a_header_without_room(source: Path, tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_single_file(tmp_path: Path) -> None:
-    save_file(decoder().state_dict(), tmp_path / "float.safetensors")
-    quantize_checkpoint(tmp_path / "float.safetensors", tmp_path / "q.safetensors", qtorch.int8_weight_only())
-    wanted = expected(tmp_path / "wanted.safetensors", qtorch.int8_weight_only())
-    assert_same(stored(tmp_path / "q.safetensors"), wanted)
-
-
 def test_dry_run(source: Path, tmp_path: Path) -> None:
     recipe = qtorch.int8_weight_only()
     tried = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, dry_run=True)
@@ -156,7 +107,6 @@ def test_what_is_quantized_already_is_kept(source: Path, tmp_path: Path) -> None
 
 
 def test_experts(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     experts = {
         f"layers.0.mlp.experts.{i}.{name}.weight": torch.randn(shape)
         for i in range(4)
@@ -170,23 +120,17 @@ def test_experts(tmp_path: Path) -> None:
     folder = save_shards(tensors, tmp_path / "float", 2, {"model_type": "qwen3_moe"})
     quantize_checkpoint(folder, tmp_path / "q.safetensors", qtorch.int4_weight_only(group_size=32))
 
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList([torch.nn.Module()])
-    model.layers[0].mlp = torch.nn.Module()
-    model.layers[0].mlp.gate = torch.nn.Linear(64, 4, bias=False)
-    model.layers[0].mlp.experts = torch.nn.Module()
     fused = {
         "gate_up_proj": torch.stack([torch.cat([of(i, "gate"), of(i, "up")]) for i in range(4)]),
         "down_proj": torch.stack([of(i, "down") for i in range(4)]),
     }
-    for name, value in fused.items():
-        model.layers[0].mlp.experts.register_parameter(name, torch.nn.Parameter(value))
+    mlp = nn.ModuleDict({"gate": nn.Linear(64, 4, bias=False), "experts": nn.ParameterDict(fused)})
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": mlp})])})
     load_quantized(model, tmp_path / "q.safetensors")
     recipe = qtorch.int4_weight_only(group_size=32)
     for name, value in fused.items():
-        found = getattr(model.layers[0].mlp.experts, name)
-        assert torch.equal(found.dequantize(), recipe.apply(value).dequantize())
-    assert not isinstance(model.layers[0].mlp.gate.weight, QuantizedTensor)
+        assert torch.equal(mlp["experts"][name].dequantize(), recipe.apply(value).dequantize())
+    assert not isinstance(mlp["gate"].weight, QuantizedTensor)
     # The matrices of all experts in one tensor: by name only, as in quantize_.
     named = {f"mlp.experts.{name}": value for name, value in fused.items()}
     save_file({**named, "head.weight": torch.randn(8, 64)}, tmp_path / "fused.safetensors")
@@ -302,225 +246,6 @@ def test_a_weight_with_nan(tmp_path: Path) -> None:
     assert not (tmp_path / "q.safetensors").exists()
 
 
-def test_conv1d_of_gpt2_is_quantized_along_its_inputs(tmp_path: Path) -> None:
-    tensors = {"h.0.attn.c_attn.weight": torch.randn(32, 96), "other.weight": torch.randn(32, 32)}
-    folder = save_shards(tensors, tmp_path / "float", 1, {"model_type": "gpt2"})
-    report = quantize_checkpoint(folder, tmp_path / "q.safetensors", qtorch.int8_weight_only())
-    assert [layer.name for layer in report.quantized] == ["h.0.attn.c_attn.weight", "other.weight"]
-    model = torch.nn.Module()
-    model.h = torch.nn.ModuleList([torch.nn.Module()])
-    model.h[0].attn = torch.nn.Module()
-    model.h[0].attn.c_attn, model.other = Conv1D(), torch.nn.Linear(32, 32, bias=False)
-    load_quantized(model, tmp_path / "q.safetensors")
-    made = model.h[0].attn.c_attn.weight
-    wanted = qtorch.int8_weight_only().apply(tensors["h.0.attn.c_attn.weight"].mT.contiguous())
-    assert torch.equal(made.dequantize(), wanted.dequantize().mT)
-
-
-class Conv1D(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(32, 96))
-
-
-# --- being interrupted ---
-
-
-class Interruption(Exception):
-    pass
-
-
-STRIDE = {"qtorch": 7, "transformers": 13, "compressed-tensors": 17}
-"""The test of each format stops at every 7th, 13th, 17th step."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
-def test_any_interruption_is_continued(
-    format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stop at every step that changes the disk, and continue once."""
-    monkeypatch.setattr(partial, "JOURNAL_BYTES", 1)
-    monkeypatch.setattr(partial, "_DATA_PER_JOURNAL", 0)
-    recipe = qtorch.int4_weight_only(group_size=32)
-    target = tmp_path / ("q.safetensors" if format == "qtorch" else "q")
-
-    def run() -> qtorch.QuantizeReport:
-        return quantize_checkpoint(source, target, recipe, format=format, max_shard_size=6000)
-
-    wanted_report = run()
-    wanted = _files(tmp_path)
-    _clean(tmp_path)
-    seen: list[None] = []
-    with monkeypatch.context() as patch:
-        _steps(patch, lambda: seen.append(None))
-        run()
-    steps = len(seen)
-    assert steps > 30
-    _clean(tmp_path)
-    for stop in range(0, steps, STRIDE[format]):
-        with monkeypatch.context() as patch:
-            _stop_at(patch, stop)
-            with pytest.raises(Interruption):
-                run()
-        assert run() == wanted_report
-        assert _files(tmp_path) == wanted
-        _clean(tmp_path)
-
-
-def _steps(patch: pytest.MonkeyPatch, before: object) -> None:
-    """Call `before` before each step that changes the disk."""
-
-    def watched(function: object) -> object:
-        def call(*args: object, **kwargs: object) -> object:
-            before()
-            return function(*args, **kwargs)
-
-        return call
-
-    patch.setattr(os, "replace", watched(os.replace))
-    patch.setattr(os, "fsync", watched(os.fsync))
-    patch.setattr(shutil, "rmtree", watched(shutil.rmtree))
-    patch.setattr(Path, "rename", watched(Path.rename))
-    patch.setattr(forms.shutil, "copyfile", watched(shutil.copyfile))
-    patch.setattr(part_file.PartFile, "write", watched(part_file.PartFile.write))
-    patch.setattr(part_file, "_write_header", watched(part_file._write_header))
-
-
-def _stop_at(patch: pytest.MonkeyPatch, step: int) -> None:
-    left = step
-
-    def check() -> None:
-        nonlocal left
-        if left == 0:
-            raise Interruption
-        left -= 1
-
-    _steps(patch, check)
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    """All files but those of the source."""
-    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
-    return {str(name): path.read_bytes() for name, path in found.items() if name.parts[0] != "float"}
-
-
-def _clean(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name != "float":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def test_other_arguments_start_anew(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "JOURNAL_BYTES", 1)
-    target = tmp_path / "q.safetensors"
-    with monkeypatch.context() as patch:
-        _stop_at(patch, 20)
-        with pytest.raises(Interruption):
-            quantize_checkpoint(source, target, qtorch.int4_weight_only(group_size=32))
-    assert (tmp_path / ".q.safetensors.partial" / "journal.json").exists()
-    quantize_checkpoint(source, target, qtorch.int8_weight_only())
-    assert_same(stored(target), expected(tmp_path / "wanted.safetensors", qtorch.int8_weight_only()))
-
-
-def interrupted(source: Path, target: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a checkpoint that was begun."""
-    with monkeypatch.context() as patch:
-        patch.setattr(partial, "JOURNAL_BYTES", 1)
-        patch.setattr(partial, "_DATA_PER_JOURNAL", 0)
-        _stop_at(patch, 30)
-        with pytest.raises(Interruption):
-            quantize_checkpoint(source, target, qtorch.int8_weight_only(), format=format, max_shard_size=6000)
-    return target.with_name(f".{target.name}.partial")
-
-
-def edit_journal(folder: Path, change: Callable[[Any], object], fits: bool = True) -> None:
-    content = json.loads((folder / "journal.json").read_text())
-    change(content["data"])
-    if fits:
-        content["crc32"] = zlib.crc32(json.dumps(content["data"]).encode())
-    (folder / "journal.json").write_text(json.dumps(content))
-
-
-JOURNALS: dict[str, Callable[[Any], object]] = {
-    "a file elsewhere": lambda data: data["files"][0].update(path="../../../victim"),
-    "fewer are done": lambda data: data["counts"].pop(),
-    "more are done": lambda data: data["counts"].extend([1] * 999),
-    "one more is done": lambda data: data["counts"].append(1),
-    "a negative count": lambda data: data["counts"].append(-1),
-    "room": lambda data: data["files"][0].update(room=2**60),
-    "negative room": lambda data: data["files"][0].update(room=-8),
-    "a shape": lambda data: data["files"][0]["written"][0].__setitem__(2, [-1]),
-    "a size": lambda data: data["files"][0]["written"][0].__setitem__(3, 2**62),
-    "a dtype": lambda data: data["files"][0]["written"][0].__setitem__(1, "F64"),
-    "a checksum": lambda data: data["files"][0]["written"][0].__setitem__(5, 7),
-    "a name": lambda data: data["files"][0]["written"][0].__setitem__(0, "__metadata__"),
-    "a row": lambda data: data["rows"].append({"name": "x"}),
-    "a report": lambda data: data["rows"][0].update(sqnr="high"),
-    "no form": lambda data: data.pop("form"),
-    "lists": lambda data: data.update(files={}, rows=[], counts=[]),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        *((name, "qtorch") for name in [*JOURNALS, "unfit checksum", "data", "a link", "links", "deep", "folder"]),
-        *((name, format) for name in ("no form", "a row", "data") for format in ("transformers", "compressed-tensors")),
-    ],
-)
-def test_a_journal_of_somebody_else_begins_anew(
-    name: str, format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = {kind: tmp_path / kind for kind in ("wanted", "damaged")}
-    target = {kind: folder / ("q.safetensors" if format == "qtorch" else "q") for kind, folder in folders.items()}
-    for folder in folders.values():
-        folder.mkdir()
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    recipe = qtorch.int8_weight_only()
-    quantize_checkpoint(source, target["wanted"], recipe, format=format, max_shard_size=6000)
-    left = interrupted(source, target["damaged"], format, monkeypatch)
-    part = min(left.glob("files/*"))
-    if name in JOURNALS:
-        edit_journal(left, JOURNALS[name])
-    elif name == "data":
-        written = json.loads((left / "journal.json").read_text())["data"]["files"][0]["written"]
-        start = next(start for _, _, _, size, start, _ in written if size % 64 == 0)
-        part = next(part for part in left.glob("files/00000.*") if part.suffix != ".odd")
-        data = bytearray(part.read_bytes())
-        data[start] ^= 1
-        part.write_bytes(data)
-    elif name == "a link":
-        part.unlink()
-        part.symlink_to(victim)
-    elif name == "links":
-        shutil.rmtree(left)
-        left.mkdir()
-        for entry in ("lock", "journal.json", "journal.new", "files"):
-            (left / entry).symlink_to(victim)
-    elif name == "deep":
-        (left / "journal.json").write_text("[" * 100_000 + "]" * 100_000)
-    elif name == "folder":
-        (left / "journal.json").unlink()
-        (left / "journal.json").mkdir()
-    else:
-        edit_journal(left, lambda data: data["counts"].append(1), fits=False)
-    anew = nullcontext() if name == "a file elsewhere" else pytest.warns(match=r"begun anew, since .* is damaged: ")
-    with anew:
-        quantize_checkpoint(source, target["damaged"], recipe, format=format, max_shard_size=6000)
-    assert _files(folders["damaged"]) == _files(folders["wanted"])
-    assert victim.read_text() == "precious"
-
-
-def test_what_is_whole_is_continued(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the test above is one of the damage."""
-    interrupted(source, tmp_path / "q.safetensors", "qtorch", monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int8_weight_only(), max_shard_size=6000)
-
-
 # --- names, and what lies beside the weights ---
 
 
@@ -598,13 +323,3 @@ def test_names_of_files_that_are_too_long(source: Path, tmp_path: Path) -> None:
             load_quantized(decoder(), missing)
     with pytest.raises(FileExistsError, match="exists; remove it"):
         quantize_checkpoint(source, loop.rename(tmp_path / "loop.safetensors"), recipe)
-
-
-def test_two_processes(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "q.safetensors"
-    form = forms.form_of("qtorch", source, {}, None, {})
-    with (
-        partial.Partial(target, {}, form, [], 1 << 30),
-        pytest.raises(BlockingIOError, match="another process is writing it"),
-    ):
-        quantize_checkpoint(source, target, qtorch.int8_weight_only())

@@ -54,10 +54,6 @@ def error(recipe: object, model: nn.Module | None = None) -> str:
 LINEAR = [*(f"blocks.{i}.{name}_proj.weight" for i in (0, 1) for name in "qk"), "head.weight"]
 
 
-def test_one_recipe_reaches_every_linear_layer() -> None:
-    assert names(INT8) == LINEAR
-
-
 def test_every_other_weight_says_why_not() -> None:
     skipped = [target.slots[0] for target in find_targets(Model(), INT8, None) if target.recipe is None]
     assert_expected_inline(
@@ -139,11 +135,6 @@ def test_a_key_has_to_be_a_string() -> None:
         find_targets(Model(), {nn.Linear: INT8}, None)
 
 
-def test_a_name_that_is_no_regular_expression() -> None:
-    model = nn.ModuleDict({"b": nn.Linear(8, 8), "a(": nn.Linear(8, 8)})
-    assert names({"a(": INT8}, model=model) == ["a(.weight"]
-
-
 def test_filter_fn_is_asked_for_layers() -> None:
     seen = []
 
@@ -199,12 +190,18 @@ class Rescaled(nn.Linear):
         return super().forward(input) * 2
 
 
-def test_subclasses_of_linear_are_linear() -> None:
-    assert names(INT8, model=nn.Sequential(Rescaled(8, 8))) == ["0.weight"]
-
-
-def test_a_layer_alone_has_no_module_name() -> None:
-    assert names(INT8, model=nn.Linear(8, 8)) == ["weight"]
-    assert names({"weight": INT8}, model=nn.Linear(8, 8)) == ["weight"]
-    assert names({"weight": INT8}, model=nn.Embedding(8, 8)) == ["weight"]
+@pytest.mark.parametrize(
+    ("model", "recipe", "found"),
+    [
+        (Model(), INT8, LINEAR),
+        (nn.Sequential(Rescaled(8, 8)), INT8, ["0.weight"]),
+        (nn.ModuleDict({"b": nn.Linear(8, 8), "a(": nn.Linear(8, 8)}), {"a(": INT8}, ["a(.weight"]),
+        (nn.Linear(8, 8), INT8, ["weight"]),
+        (nn.Linear(8, 8), {"weight": INT8}, ["weight"]),
+        (nn.Embedding(8, 8), {"weight": INT8}, ["weight"]),
+    ],
+)
+def test_names_of_weights(model: nn.Module, recipe: object, found: list[str]) -> None:
+    """Of subclasses, of what is no regular expression, and of a layer alone, which has no name as a module."""
+    assert names(recipe, model=model) == found
     assert "'.*' matches weight by a wildcard alone" in error({".*": INT8}, nn.Embedding(8, 8))

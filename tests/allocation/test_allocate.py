@@ -165,6 +165,7 @@ def test_swaps_bring_the_model_nearer(trained: Model, data: list[Tensor]) -> Non
     assert "swaps kept" in str(refined)
 
 
+@pytest.mark.slow
 def test_it_composes_with_calibration(trained: Model, data: list[Tensor]) -> None:
     allocation = allocate(trained, CANDIDATES, "4 bits", data)
     plain, size = divergence(trained, allocation)
@@ -197,7 +198,6 @@ def test_what_it_returns(trained: Model, data: list[Tensor]) -> None:
 
 
 def test_tied_weights_experts_and_names() -> None:
-    torch.manual_seed(0)
     model = Model(1)
     model.head.weight = model.embed.weight
     data = [torch.randint(24, (4, 8))]

@@ -76,7 +76,6 @@ def test_what_is_no_budget(budget: object, error: type[Exception], words: str) -
 
 @pytest.mark.parametrize("bits", ["5.15 bits", "5.5 bits", "5.9999 bits", "6.03 bits"])
 def test_the_budget_is_kept(bits: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 40), nn.Linear(40, 24))
     candidates = [qtorch.intx_weight_only(f"int{b}", 8) for b in (1, 2, 3)] + [int8_weight_only()]
     allocation = allocate(model, candidates, bits)

@@ -85,7 +85,6 @@ def test_errors() -> None:
 
 
 def test_autoquant_measures_for_real() -> None:
-    torch.manual_seed(0)
     model, x = Model(), torch.randn(5, 7, 32)
     before = model(x)
     only_int8 = [qtorch.int8_weight_only(), qtorch.int8_dynamic_activation_int8_weight()]

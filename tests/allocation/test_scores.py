@@ -14,9 +14,9 @@ from qtorch.calibration import gptq
 from qtorch.calibration.allocation.items import Item, find_items
 from qtorch.calibration.allocation.scores import Rows, Scores, score_weights
 from qtorch.calibration.data import Data
-from qtorch.calibration.output_gradients import OutputGradients, without_parameter_gradients
 from qtorch.calibration.rounding import Gptq, Grid
 from qtorch.kernels.conv import to_matrix
+from tests.calibration.test_in_order import ByGroupedMm, Experts
 
 INT2, INT4 = (intx_weight_only(f"int{bits}", 8) for bits in (2, 4))
 
@@ -47,7 +47,6 @@ class Mlp(nn.Module):
 
 
 def test_without_gradients_it_is_the_relative_error_of_the_output_of_the_layer() -> None:
-    torch.manual_seed(0)
     model, data = Mlp(), batches(5, 16)
     items, found = scores_of(model, data, gradients=False)
     x = torch.cat(data)
@@ -66,7 +65,6 @@ def test_without_gradients_it_is_the_relative_error_of_the_output_of_the_layer()
 
 def test_with_gradients_rows_have_the_weight_of_their_gradients() -> None:
     """Against autograd's own gradients of the outputs of both layers."""
-    torch.manual_seed(0)
     model, data = Mlp(), batches(5, 16)
     loss = lambda output, batch: (output**3).sum()  # noqa: E731
     items, found = scores_of(model, data, loss=loss)
@@ -85,7 +83,6 @@ def test_with_gradients_rows_have_the_weight_of_their_gradients() -> None:
 
 
 def test_rounding_by_gptq() -> None:
-    torch.manual_seed(0)
     model, data = Mlp(), batches(40, 16)
     items, found = scores_of(model, data, gradients=False, rounding=gptq())
     _, nearest = scores_of(model, data, gradients=False)
@@ -101,7 +98,6 @@ def test_rounding_by_gptq() -> None:
 
 
 def test_quantized_activations_count() -> None:
-    torch.manual_seed(0)
     model, data = Mlp(), batches(50, 16)
     both, weight_only = qtorch.int8_dynamic_activation_int8_weight(), qtorch.int8_weight_only()
     static = qtorch.int8_static_activation_int8_weight(4 / 127)
@@ -145,7 +141,6 @@ class ByLinear(Weight):
 
 @pytest.mark.parametrize("kind", [ByMatmul, FromTheLeft, ByAddmm])
 def test_other_products_than_linear_layers(kind: Callable[..., nn.Module]) -> None:
-    torch.manual_seed(0)
     model = kind(24, 16)
     same = ByLinear(24, 16)
     same.weight = model.weight
@@ -154,32 +149,16 @@ def test_other_products_than_linear_layers(kind: Callable[..., nn.Module]) -> No
     assert found[0].tokens == found[1].tokens == 21
 
 
-class Experts(Weight):
-    """Every third row to each of three experts of four."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([functional.linear(x[e::3], self.weight[e]) for e in range(3)])
-
-
-class Batched(Weight):
+class Batched(Experts):
     def forward(self, x: Tensor) -> Tensor:
         by_expert = torch.stack([x[e::3] for e in range(3)])
         return torch.bmm(by_expert, self.weight[:3].transpose(1, 2)).flatten(0, 1)
 
 
-class Grouped(Weight):
-    def forward(self, x: Tensor) -> Tensor:
-        count = len(x) // 3
-        offsets = torch.tensor([count, 2 * count, 3 * count, 3 * count], dtype=torch.int32)
-        by_expert = torch.cat([x[e::3] for e in range(3)])
-        return functional.grouped_mm(by_expert, self.weight.transpose(-1, -2), offs=offsets)
-
-
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("kind", [Experts, Batched, Grouped])
+@pytest.mark.parametrize("kind", [Experts, Batched, ByGroupedMm])
 def test_experts_are_one_item_with_inputs_of_their_own(kind: Callable[..., nn.Module], gradients: bool) -> None:
-    torch.manual_seed(0)
-    model, data = kind(4, 24, 16), batches(12, 16)
+    model, data = kind(3, 16), batches(12, 16)
     _, found = scores_of(model, data, {"weight": [INT2]}, gradients=gradients)
     error = model.weight.detach() - INT2.apply(model.weight.detach()).dequantize()
     x, direct, size = torch.stack(data), 0.0, 0.0
@@ -196,7 +175,6 @@ def test_experts_are_one_item_with_inputs_of_their_own(kind: Callable[..., nn.Mo
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions(groups: int) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1, groups=groups))
     recipe = intx_weight_only("int3", -1)
     items, found = scores_of(model, batches(2, 8, 5, 5), {"0": [recipe]})
@@ -225,7 +203,6 @@ class TiedModel(nn.Module):
 
 
 def test_a_tied_table_has_the_errors_of_both_uses() -> None:
-    torch.manual_seed(0)
     tied, data = TiedModel(), [torch.randint(20, (3, 9)) for _ in range(4)]
     apart = copy.deepcopy(tied)
     apart.head.weight = nn.Parameter(tied.head.weight.detach().clone())
@@ -243,7 +220,6 @@ def test_a_tied_table_has_the_errors_of_both_uses() -> None:
 
 
 def test_outputs_may_be_changed_in_place() -> None:
-    torch.manual_seed(0)
     plain, in_place = TiedModel(), TiedModel(in_place=True)
     in_place.load_state_dict(plain.state_dict())
     data = [torch.randint(20, (3, 9))]
@@ -254,7 +230,6 @@ def test_outputs_may_be_changed_in_place() -> None:
 
 
 def test_frozen_parameters_and_padding_change_nothing() -> None:
-    torch.manual_seed(0)
 
     class Masked(Mlp):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -273,7 +248,6 @@ def test_frozen_parameters_and_padding_change_nothing() -> None:
 
 
 def test_a_weight_that_no_batch_uses_counts_as_an_average_one() -> None:
-    torch.manual_seed(0)
     model = Mlp()
     model.unused = nn.Linear(16, 8)
     items, found = scores_of(model, batches(5, 16))
@@ -291,31 +265,3 @@ def test_labels_are_sampled_from_the_model() -> None:
     # The gradient is p - onehot(label).
     torch.testing.assert_close(logits.grad.mean(0), torch.zeros(3), atol=0.015, rtol=0)
     torch.testing.assert_close(logits.grad.square().mean(0), p * (1 - p), atol=0.015, rtol=0)
-
-
-def test_the_sum_of_the_scores_predicts_the_divergence() -> None:
-    """Small errors of few layers: the quadratic form is the Kullback-Leibler divergence up to what it neglects."""
-    torch.manual_seed(0)
-    model = TiedModel()
-    model.head.weight = nn.Parameter(torch.randn(20, 16))
-    data = [torch.randint(20, (8, 64)) for _ in range(8)]
-    recipe = intx_weight_only("int4", 16)
-    _, found = scores_of(model, data, {"mix": [recipe], "head": [recipe]}, loss="logits")
-    quantized = copy.deepcopy(model)
-    qtorch.quantize_(quantized, {"mix": recipe, "head": recipe})
-    with torch.no_grad():
-        rows = [[Rows.of(each(x), None, logits=True) for x in data] for each in (model, quantized)]
-    measured = torch.cat([a.divergence(b) for a, b in zip(*rows)]).mean()
-    predicted = sum(scores.values[0] for scores in found)
-    assert 0.5 * float(measured) < predicted < 2 * float(measured)
-
-
-def test_nothing_is_watched_without_gradients() -> None:
-    model = Mlp()
-    with OutputGradients([model.a.weight]) as recorder, torch.no_grad():
-        assert not model(torch.randn(3, 16)).requires_grad
-    assert recorder.uses == {id(model.a.weight): 1}
-    assert not recorder.squares
-    with without_parameter_gradients(model):
-        assert not any(p.requires_grad for p in model.parameters())
-    assert all(p.requires_grad for p in model.parameters())

@@ -13,11 +13,9 @@ from tests.calibration.test_resume import bits
 
 
 def test_memory_is_counted_from_shapes() -> None:
-    torch.manual_seed(0)
     model, data = Model(), batches(3)
     before = bits(model)
     estimate = quantize_(model, gptq(INT3, data), dry_run=True).estimate
-    assert estimate is not None
     assert (estimate.batches, estimate.blocks) == (3, 3)
     # `down` has 64 inputs; gate and up share one moment. `down` is (32, 64).
     assert estimate.statistics_bytes == 4 * 64 * 64
@@ -25,7 +23,6 @@ def test_memory_is_counted_from_shapes() -> None:
     assert estimate.stream_bytes == 3 * 3 * (4 * 9 * 32 * 4)
     assert estimate.peak_bytes == estimate.statistics_bytes + estimate.work_bytes + estimate.stream_bytes
     of_both = quantize_(model, auto(INT3, data), dry_run=True).estimate
-    assert of_both is not None
     assert of_both.statistics_bytes == 2 * estimate.statistics_bytes
     assert of_both.stream_bytes == 2 * estimate.stream_bytes
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(model).items())
@@ -34,7 +31,6 @@ def test_memory_is_counted_from_shapes() -> None:
 
 def test_experts_have_statistics_each() -> None:
     estimate = quantize_(Experts(), {"weight": gptq(INT3, [torch.randn(8, 32)])}, dry_run=True).estimate
-    assert estimate is not None
     assert estimate.statistics_bytes == 3 * 4 * 32 * 32
     assert (estimate.blocks, estimate.stream_bytes) == (0, 0)
 
@@ -55,7 +51,6 @@ def test_time_is_what_one_weight_took_scaled_by_operations(monkeypatch: pytest.M
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     model, data = Model(), batches(3)
     found = quantize_(model, gptq(INT3, data), dry_run=True).estimate
-    assert found is not None
 
     def rounding(rows: int, columns: int) -> int:
         return 4 * rows * columns**2 + 2 * columns**3

@@ -98,7 +98,6 @@ def by_hand(model: Model, data: list[Tensor], target: FloatTarget | None) -> Mod
     "target", [None, FloatTarget(residual=False), FloatTarget()], ids=["gptq", "float target", "residual"]
 )
 def test_each_weight_meets_the_inputs_of_the_quantized_model(target: FloatTarget | None) -> None:
-    torch.manual_seed(0)
     model, data = Model(), batches()
     ours, hand = copy.deepcopy(model), by_hand(model, data, target)
     report = quantize_(ours, calibrated(INT3, data, target=target))
@@ -108,7 +107,6 @@ def test_each_weight_meets_the_inputs_of_the_quantized_model(target: FloatTarget
             assert torch.equal(parameter.dequantize(), hand.get_parameter(name).dequantize()), name
     assert len(report.quantized) == 11
     for layer in report.quantized:
-        assert layer.calibration is not None
         assert layer.calibration.tokens == 3 * 4 * 9
         assert 0 < layer.calibration.error < layer.calibration.nearest_error
 
@@ -119,8 +117,8 @@ def loss_of(model: nn.Module, reference: nn.Module) -> float:
         return float((model(x) - reference(x)).square().mean())
 
 
+@pytest.mark.slow
 def test_each_algorithm_brings_the_output_nearer() -> None:
-    torch.manual_seed(0)
     model, data = Model(), batches(20)
     losses = []
     for recipe in (INT3, gptq(INT3, data), auto(INT3, data)):
@@ -147,7 +145,6 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 
 
 def test_padding_does_not_count() -> None:
-    torch.manual_seed(0)
     model, data = Model(), batches()
     padded = []
     for x in data:
@@ -194,22 +191,22 @@ def test_a_looped_and_tied_weight_is_quantized_once_with_all_its_inputs(make: Ca
     model = Looped()
     (layer,) = quantize_(model, make([torch.randn(5, 32)])).quantized
     assert layer.also
-    assert layer.calibration is not None
     assert layer.calibration.tokens == 4 * 5
     assert model.head.weight is model.layer.weight
 
 
 class Experts(nn.Module):
-    """Every second row to each of two experts, as matrices of one parameter; a third one gets none."""
+    """A row to each of `used` experts in turn, as matrices of one parameter; one more gets none."""
 
-    def __init__(self) -> None:
+    def __init__(self, used: int = 2, inputs: int = 32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 24, 32))
+        self.used = used
+        self.weight = nn.Parameter(torch.randn(used + 1, 24, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.new_zeros(len(x), 24)
-        for expert in range(2):
-            y[expert::2] = self.product(x[expert::2], expert)
+        for expert in range(self.used):
+            y[expert :: self.used] = self.product(x[expert :: self.used], expert)
         return y
 
     def product(self, x: Tensor, expert: int) -> Tensor:
@@ -223,14 +220,14 @@ class ByMatmul(Experts):
 
 class ByGroupedMm(Experts):
     def forward(self, x: Tensor) -> Tensor:
-        offsets = torch.tensor([len(x) // 2, len(x), len(x)], dtype=torch.int32)
-        sorted_rows = torch.cat([x[0::2], x[1::2]])
+        ends = [len(x) // self.used * (expert + 1) for expert in range(self.used)]
+        offsets = torch.tensor([*ends, len(x)], dtype=torch.int32)
+        sorted_rows = torch.cat([x[expert :: self.used] for expert in range(self.used)])
         return functional.grouped_mm(sorted_rows, self.weight.transpose(-1, -2), offs=offsets)
 
 
 @pytest.mark.parametrize("kind", [Experts, ByMatmul, ByGroupedMm])
 def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
-    torch.manual_seed(0)
     model, x = kind(), torch.randn(80, 32)
     separate = [nn.Linear(32, 24, bias=False) for _ in range(2)]
     for expert, layer in enumerate(separate):
@@ -238,7 +235,6 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
         quantize_(layer, gptq(INT3, [x[expert::2]]))
     report = quantize_(model, {"weight": gptq(INT3, [x])})
     (layer,) = report.quantized
-    assert layer.calibration is not None
     assert "1 of 3 experts to nearest" in layer.calibration.method
     for expert, other in enumerate(separate):
         assert torch.equal(model.weight[expert].dequantize(), other.weight.dequantize())

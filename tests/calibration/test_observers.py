@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 import qtorch.calibration
-from qtorch.calibration.observers import (
-    OBSERVERS,
-    Observer,
-    entropy,
-    min_max,
-    moving_average,
-    mse,
-    observer_of,
-    percentile,
-)
+from qtorch.calibration import observers
 from qtorch.calibration.statistics import Histogram
 from qtorch.primitives import MappingType, MSERule, PercentileRule, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.jsonable import from_json, to_json
@@ -47,11 +38,11 @@ def data(name: str, seed: int = 0) -> Tensor:
     return DATA[name](torch.Generator().manual_seed(seed))
 
 
-def observe(observer: Observer, *batches: Tensor) -> tuple[Tensor, Tensor]:
+def observe(observer: observers.Observer, *batches: Tensor) -> tuple[Tensor, Tensor]:
     return observe_with(observer, SPECS["int8"], *batches)
 
 
-def observe_with(observer: Observer, spec: QuantSpec, *batches: Tensor) -> tuple[Tensor, Tensor]:
+def observe_with(observer: observers.Observer, spec: QuantSpec, *batches: Tensor) -> tuple[Tensor, Tensor]:
     seen = observer.statistic()
     for batch in batches:
         for part in batch.split([len(batch) // 3, len(batch) - len(batch) // 3]):
@@ -70,13 +61,13 @@ def error(x: Tensor, low: Tensor, high: Tensor, spec: QuantSpec) -> float:
 def test_min_max(name: str) -> None:
     batches = [data(name, seed) for seed in range(3)]
     whole = torch.cat(batches)
-    assert observe(min_max(), *batches) == (whole.min(), whole.max())
+    assert observe(observers.min_max(), *batches) == (whole.min(), whole.max())
 
 
 def test_moving_average() -> None:
     batches = [data("normal", seed) * (1 + seed) for seed in range(5)]
     for momentum in (0.01, 0.5, 1.0):
-        low, high = observe(moving_average(momentum), *batches)
+        low, high = observe(observers.moving_average(momentum), *batches)
         weights = [(1 - momentum) ** (4 - b) for b in range(5)]
         for got, ends in ((low, [float(b.min()) for b in batches]), (high, [float(b.max()) for b in batches])):
             wanted = sum(w * e for w, e in zip(weights, ends, strict=True)) / sum(weights)
@@ -89,7 +80,7 @@ def test_percentile(name: str, p: float) -> None:
     batches = [data(name, seed) for seed in range(2)]
     whole, seen = torch.cat(batches), Histogram()
     seen.update(whole)
-    got = observe(percentile(p), *batches)
+    got = observe(observers.percentile(p), *batches)
     wanted = PercentileRule(p).min_max(whole, SPECS["int8"])
     for end, exact, outwards in zip(got, wanted, (-1, 1), strict=True):
         assert 0 <= outwards * float(end - exact) <= seen.width
@@ -100,7 +91,7 @@ def test_percentile(name: str, p: float) -> None:
 def test_mse(name: str, spec: QuantSpec) -> None:
     """Its error on the values themselves is that of the best of all candidates, up to the width of bins."""
     x = data(name)
-    observer = mse(steps=25, smallest=0.2)
+    observer = observers.mse(steps=25, smallest=0.2)
     got = error(x, *observe_with(observer, spec, x), spec)
     low, high = x.min().clamp(max=0), x.max().clamp(min=0)
     factors = torch.linspace(1, 0.2, 25)
@@ -117,7 +108,7 @@ def test_mse(name: str, spec: QuantSpec) -> None:
 
 def test_mse_is_the_rule_of_weights_on_activations() -> None:
     x, spec = data("outliers"), replace(SPECS["int4"], scale_rule=MSERule(steps=25, smallest=0.2))
-    got = error(x, *observe_with(mse(steps=25, smallest=0.2), spec, x), spec)
+    got = error(x, *observe_with(observers.mse(steps=25, smallest=0.2), spec, x), spec)
     assert abs(got / error(x, *spec.choose_range(x), spec) - 1) < 0.01
 
 
@@ -131,13 +122,15 @@ def divergence_by_hand(x: Tensor, width: float, low: float, high: float, spec: Q
             counts[b] = sum(counts[f] for f in further) / len(further)
     extremes = float(x.min()), float(x.max())
     middles = {b: min(max((b + 0.5) * width, extremes[0]), extremes[1]) for b in sorted(counts)}
-    inside = [b for b in middles if low <= torch.tensor(middles[b]).item() <= high]
+    in_fp32 = dict(zip(middles, torch.tensor(list(middles.values())), strict=True))
+    inside = [b for b, middle in in_fp32.items() if low <= middle <= high]
     if not inside:
         return math.inf
     p = {b: float(counts[b]) for b in inside}
     p[inside[0]] += sum(count for b, count in counts.items() if b < inside[0])
     p[inside[-1]] += sum(count for b, count in counts.items() if b > inside[-1])
-    code = {b: float(spec.quantize(torch.tensor([[middles[b]]]), scale, zero_point).float()) for b in inside}
+    codes = spec.quantize(torch.stack([in_fp32[b] for b in inside])[None], scale, zero_point)[0]
+    code = dict(zip(inside, codes.tolist(), strict=True))
     sizes, sums = Counter(code.values()), Counter()
     for b in inside:
         sums[code[b]] += counts[b]
@@ -154,7 +147,7 @@ def test_entropy(name: str, spec: QuantSpec) -> None:
     largest = x.abs().max()
     candidates = [float(largest * f) for f in torch.linspace(1, 0.1, 12)]
     by_hand = [divergence_by_hand(x.abs(), seen.width, -high, high, spec) for high in candidates]
-    low, high = observe_with(entropy(steps=12, smallest=0.1), spec, x)
+    low, high = observe_with(observers.entropy(steps=12, smallest=0.1), spec, x)
     chosen = min(range(12), key=lambda i: abs(candidates[i] - float(high)))
     assert math.isclose(candidates[chosen], float(high), rel_tol=1e-6)
     assert float(low) == -float(high)
@@ -168,40 +161,40 @@ def test_entropy_of_an_asymmetric_range() -> None:
     high = x.max()
     candidates = [float(high * f) for f in torch.linspace(1, 0.1, 12)]
     by_hand = [divergence_by_hand(x, seen.width, 0.0, each, spec) for each in candidates]
-    low, chosen = observe_with(entropy(steps=12, smallest=0.1), spec, x)
+    low, chosen = observe_with(observers.entropy(steps=12, smallest=0.1), spec, x)
     assert float(low) == 0
     assert math.isclose(candidates[by_hand.index(min(by_hand))], float(chosen), rel_tol=1e-6)
 
 
 @every_spec
-@pytest.mark.parametrize("name", sorted(OBSERVERS))
+@pytest.mark.parametrize("name", sorted(observers.OBSERVERS))
 def test_nothing_but_zeros_or_one_value(name: str, spec: QuantSpec) -> None:
     for value in (0.0, 3.0, -2.0, 1e-30):
-        low, high = observe_with(OBSERVERS[name](), spec, torch.full((6, 4), value))
+        low, high = observe_with(observers.OBSERVERS[name](), spec, torch.full((6, 4), value))
         assert low <= high
         got = error(torch.full((6, 4), value), low, high, spec)
         # Half a step of int4, whose symmetric scale is max |x| / 7.5.
         assert got <= (value / 15) ** 2 * 1.0001 + 1e-20
 
 
-@pytest.mark.parametrize("name", sorted(OBSERVERS))
+@pytest.mark.parametrize("name", sorted(observers.OBSERVERS))
 def test_an_observer_is_a_value(name: str) -> None:
-    observer = OBSERVERS[name]()
+    observer = observers.OBSERVERS[name]()
     assert repr(observer) == f"{name}()"
-    assert observer_of(name, "f") == observer == observer_of(observer, "f")
+    assert observers.observer_of(name, "f") == observer == observers.observer_of(observer, "f")
     assert from_json(json.loads(json.dumps(to_json(observer)))) == observer
-    assert getattr(qtorch.calibration, name) is getattr(qtorch.calibration.observers, name) is OBSERVERS[name]
+    assert getattr(qtorch.calibration, name) is getattr(qtorch.calibration.observers, name) is observers.OBSERVERS[name]
 
 
 def test_what_is_refused() -> None:
-    assert repr(percentile(99.0)) == "percentile(percentile=99.0)"
-    for wrong in ("mean", None, 3, mse):
+    assert repr(observers.percentile(99.0)) == "percentile(percentile=99.0)"
+    for wrong in ("mean", None, 3, observers.mse):
         with pytest.raises(
             ValueError,
             match=r"f: observer is an observer such as mse\(\), or a word of delayed_scaling, entropy",
         ):
-            observer_of(wrong, "f")
+            observers.observer_of(wrong, "f")
     with pytest.raises(ValueError, match=r"call it: mse\(\)$"):
-        observer_of(mse, "f")
+        observers.observer_of(observers.mse, "f")
     with pytest.raises(ValueError, match="'mse' is taken"):
-        qtorch.calibration.observers.register_observer("mse")(type("Other", (Observer,), {}))
+        qtorch.calibration.observers.register_observer("mse")(type("Other", (observers.Observer,), {}))

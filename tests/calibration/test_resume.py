@@ -16,6 +16,7 @@ from qtorch import quantize_
 from qtorch.calibration import Nearest, auto, calibrated, gptq
 from qtorch.calibration.engine import progress as progress_of
 from qtorch.dtypes import QuantizedTensor
+from tests.every_recipe import slow_but
 
 INT3 = qtorch.intx_weight_only("int3", group_size=16)
 
@@ -75,7 +76,7 @@ class Dies(Exception):
     pass
 
 
-@pytest.mark.parametrize("make", [gptq, auto])
+@pytest.mark.parametrize("make", slow_but([gptq], [gptq, auto]))
 def test_an_interrupted_calibration_gives_the_same_bits(make: Any, tmp_path: Path) -> None:
     data = batches()
     calls = 0
@@ -123,7 +124,7 @@ def test_an_interrupted_calibration_gives_the_same_bits(make: Any, tmp_path: Pat
     }
 
 
-@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", slow_but([11], [11, 1]))
 def test_it_may_die_at_any_file_operation(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after each journal, each file of weights and each file of outputs."""
     recipe = calibrated(INT3, batches(1), rounding=Nearest())

@@ -15,7 +15,7 @@ from qtorch import quantize_
 from qtorch.calibration import auto, gptq
 from qtorch.model.targets import find_targets
 from tests.calibration.test_resume import assert_same, bits
-from tests.calibration.transform_models import slow_but
+from tests.every_recipe import slow_but
 from tests.zoo import architectures
 
 INT4 = qtorch.intx_weight_only("int4", group_size=16)
@@ -50,7 +50,7 @@ def _is_left(name: str, weight: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", slow_but("mixtral", LEFT))
+@pytest.mark.parametrize("name", slow_but(["gpt2"], LEFT))
 def test_every_weight_is_calibrated_or_its_row_says_why(name: str) -> None:
     model, data = built(name)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_weights_of_a_model_are_calibrated_without_their_names(name: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", slow_but("t5", ["t5", "mixtral"]))
+@pytest.mark.parametrize("name", slow_but(["t5"], ["t5", "mixtral"]))
 def test_outputs_of_its_blocks_are_kept_on_disk(name: str, tmp_path: Path) -> None:
     """Blocks that return biases of positions beside hidden states, a decoder that reads an encoder, fused experts."""
     model, data = built(name)
@@ -117,7 +117,6 @@ class Transposed(nn.Module):
 
 
 def test_experts_of_an_unknown_module_are_rounded_to_nearest_and_the_report_says_so() -> None:
-    torch.manual_seed(0)
     model = Transposed()
     weight = model.weight.detach().clone()
     data = [torch.randn(20, 32)]
@@ -125,19 +124,16 @@ def test_experts_of_an_unknown_module_are_rounded_to_nearest_and_the_report_says
         quantize_(model, {"weight": gptq(INT4, data, strict=True)})
     report = quantize_(model, {"weight": auto(INT4, data)})
     (row,) = report.quantized
-    assert row.calibration is not None
     assert "products sum over another axis" in row.calibration.method
     assert torch.equal(model.weight.dequantize(), INT4.apply(weight).dequantize())
 
 
 def test_experts_stored_the_other_way_around_are_calibrated_along_their_inputs() -> None:
-    torch.manual_seed(0)
     model = Transposed()
     x = torch.randn(200, 32)
     wanted = model(x).detach()
     report = quantize_(model, auto(INT4, [x]), targets=qtorch.find_uses(model, x))
     (row,) = report.quantized
-    assert row.calibration is not None
     assert row.calibration.tokens == 200
     assert 0 < row.calibration.error < row.calibration.nearest_error
     assert 0 < float((model(x) - wanted).norm() / wanted.norm()) < 0.15

@@ -1,11 +1,7 @@
 """Small models for the tests of transforms: pre-norm blocks in several forms, and tiny ones of transformers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -100,56 +96,6 @@ def tokens(count: int = 2, seed: int = 0) -> list[Tensor]:
     return [torch.randint(VOCABULARY, (4, 16), generator=generator) for _ in range(count)]
 
 
-def of_transformers() -> dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]]:
-    """name -> (makes the model, a batch)."""
-    import transformers as hf
-
-    text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": HIDDEN,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    experts = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
-    batch = {"input_ids": tokens()[0]}
-    special = {"bos_token_id": 1, "eos_token_id": 2}
-    gpt2 = hf.GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=1, n_head=4, n_positions=32, **special)
-    t5 = hf.T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
-    )
-    vit = hf.ViTConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=8,
-    )
-    return {
-        "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**text)), batch),
-        "qwen2_moe": (
-            lambda: hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**text, **experts, num_experts_per_tok=2)),
-            batch,
-        ),
-        "gemma": (lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**text, head_dim=8)), batch),
-        "gpt2": (lambda: hf.GPT2LMHeadModel(gpt2), batch),
-        "t5": (lambda: hf.T5ForConditionalGeneration(t5), {**batch, "decoder_input_ids": batch["input_ids"]}),
-        "vit": (
-            lambda: hf.ViTForImageClassification(vit),
-            {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))},
-        ),
-    }
-
-
-def slow_but(first: str, names: Iterable[str]) -> list[Any]:
-    """Parameters of a test of which all but the first are slow."""
-    return [name if name == first else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 def randomize(model: nn.Module) -> nn.Module:
     """Give vectors (norms, biases) values that are not all the same; in eval mode."""
     generator = torch.Generator().manual_seed(1)
@@ -157,3 +103,15 @@ def randomize(model: nn.Module) -> nn.Module:
         if parameter.dim() == 1:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
     return model.eval()
+
+
+FEWER = {"gpt2": {"n_layer": 1}, "t5": {"num_layers": 1}}
+ONE = {"num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def of_transformers(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """A model of the zoo with one layer, and grouped queries where there are any, and a batch."""
+    from tests.zoo.architectures import built
+
+    model, batch = built(name, **FEWER.get(name, ONE))
+    return randomize(model), {key: value for key, value in batch.items() if key != "attention_mask"}

@@ -1,7 +1,5 @@
 """The subcommands, in this process."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -51,17 +49,6 @@ def test_quantize_a_file(tmp_path: Path, command: Command) -> None:
     assert data["model_bytes_after"] < data["model_bytes_before"]
     model = qtorch.load_quantized(decoder(), tmp_path / "q.safetensors")
     assert isinstance(model.layers[0].q_proj.weight, QuantizedTensor)
-
-
-def test_compressed_tensors(llama: Path, tmp_path: Path, command: Command) -> None:
-    command("quantize", llama, tmp_path / "q", "--recipe", "int8_weight_only", "--format", "compressed-tensors")
-    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "compressed-tensors"
-    assert config["ignore"] == ["lm_head", "model.embed_tokens"] or "lm_head" in config["ignore"]
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("compressed_tensors")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q")
-    assert model(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
 
 
 def test_dry_run(llama: Path, tmp_path: Path, command: Command) -> None:
@@ -215,8 +202,7 @@ def test_eval(llama: Path, tmp_path: Path, command: Command) -> None:
 
 
 def test_eval_by_hand(llama: Path, tmp_path: Path, command: Command) -> None:
-    transformers = pytest.importorskip("transformers")
-    text = text_file(tmp_path)
+    transformers, text = pytest.importorskip("transformers"), text_file(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     ids = transformers.AutoTokenizer.from_pretrained(llama)(text.read_text(), return_tensors="pt")["input_ids"][:, :40]
     with torch.no_grad():

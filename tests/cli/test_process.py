@@ -1,7 +1,5 @@
 """The command line as a process: the entry point, `python -m`, and what they import."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
+from tests.every_recipe import slow_but
 from tests.float_checkpoints import decoder
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +43,7 @@ def test_help_and_wrong_use_do_not_import_torch(arguments: list[str], program: l
     assert done.stdout.startswith("usage: qtorch") == ("--help" in arguments)
 
 
+@pytest.mark.parametrize("program", slow_but(["entry point"], ["module", "entry point"]), indirect=True)
 def test_run(program: list[str], tmp_path: Path) -> None:
     save_file(decoder().state_dict(), tmp_path / "float.safetensors")
     done = run(

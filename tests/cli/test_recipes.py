@@ -1,7 +1,5 @@
 """Recipes as text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,6 +11,8 @@ from qtorch.cli.arguments import UsageError, size
 from qtorch.cli.recipes import read_config, read_recipe
 from qtorch.primitives import HQQRule, MSERule
 from qtorch.primitives.jsonable import to_json
+
+FLOAT, TILED = qtorch.ZeroPointDomain.FLOAT, qtorch.TensorCoreTiledLayout()
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,12 @@ from qtorch.primitives.jsonable import to_json
         (
             "int4_weight_only",
             ["zero_point_domain=FLOAT", "layout=TensorCoreTiledLayout()"],
-            qtorch.int4_weight_only(
-                zero_point_domain=qtorch.ZeroPointDomain.FLOAT, layout=qtorch.TensorCoreTiledLayout()
-            ),
+            qtorch.int4_weight_only(zero_point_domain=FLOAT, layout=TILED),
         ),
         (
             "int4_weight_only(zero_point_domain=ZeroPointDomain.FLOAT)",
             [],
-            qtorch.int4_weight_only(zero_point_domain=qtorch.ZeroPointDomain.FLOAT),
+            qtorch.int4_weight_only(zero_point_domain=FLOAT),
         ),
         ("int8_weight_only", ["scale_rule=MSERule(steps=9)"], qtorch.int8_weight_only(scale_rule=MSERule(steps=9))),
         ("int8_weight_only(scale_dtype=torch.bfloat16)", [], qtorch.int8_weight_only(scale_dtype=torch.bfloat16)),
@@ -91,7 +89,7 @@ def test_config(tmp_path: Path) -> None:
     assert read_config(path) == {
         "lm_head": None,
         "a": qtorch.int8_weight_only(),
-        "b": qtorch.int4_weight_only(group_size=64, zero_point_domain=qtorch.ZeroPointDomain.FLOAT),
+        "b": qtorch.int4_weight_only(group_size=64, zero_point_domain=FLOAT),
         "c": qtorch.nf4_weight_only(),
     }
 

@@ -1,7 +1,5 @@
 """A tiny Llama with a tokenizer in a folder, and the command line in this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,22 +10,14 @@ from qtorch.cli import main
 WORDS = [f"w{i}" for i in range(60)]
 
 
-def save_llama(folder: Path, seed: int = 0) -> Path:
+def save_llama(folder: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    from tests.zoo.architectures import built
+
+    model, _ = built("llama", hidden_size=64, intermediate_size=128, num_attention_heads=4, max_position_embeddings=64)
+    model.to(torch.bfloat16).save_pretrained(folder)
     vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", "<pad>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,7 +1,5 @@
 """The pages of the documentation, and what is in them: fences, links, anchors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

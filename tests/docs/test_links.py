@@ -1,7 +1,5 @@
 """Every relative link leads to a file of the repository, and every anchor to a heading of its page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -10,7 +10,7 @@ from benchmarks.bench_cpu_linear import markdown
 from qtorch.kernels import registry
 from qtorch.recipes.base import RECIPES
 
-from .pages import DOCS, ROOT
+from .pages import DOCS, PAGES, ROOT
 
 PACKAGES = ("qtorch.recipes.", "qtorch.calibration.", "qtorch.training.")
 OWN = [name for name, recipe in RECIPES.items() if recipe.__module__.startswith(PACKAGES)]
@@ -56,3 +56,18 @@ def test_tables_of_linear_layers(instruction_set: str) -> None:
     data = json.loads(saved.read_text())
     assert shown == markdown(data["machine"], data["rows"])
     assert shown.count("|") > 300
+
+
+def test_the_glossary_has_words_of_the_code() -> None:
+    """And the code and the pages have none of the words that the glossary replaces."""
+    rows = re.findall(r"^\| (.+?) \| ", (DOCS / "reference" / "glossary.md").read_text(), re.M)[1:]
+    words = [word.strip() for row in rows for term in re.findall(r"\*\*(.+?)\*\*", row) for word in term.split(",")]
+    source = "\n".join(path.read_text() for path in sorted((ROOT / "qtorch").rglob("*.py")))
+    missing = [word for word in words if not re.search(rf"\b{word.replace(' ', '[ _-]?')}", source, re.IGNORECASE)]
+    assert missing == []
+    assert len(words) > 60
+    assert rows == sorted(rows, key=lambda row: row.lower().strip("*"))
+    replaced = r"\b(lengthened|(?:class|def) (?:Wanted|Missed|Kept|calibrate_cpu))\b"
+    assert [
+        word for text in (source, *(page.read_text() for page in PAGES)) for word in re.findall(replaced, text)
+    ] == []

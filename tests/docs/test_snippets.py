@@ -5,8 +5,6 @@ itself, in a fresh interpreter. Those of docs/extending are whole files, which t
 run has ``<!-- skip: next "reason" -->`` above it, and is counted here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 
 from qtorch.cli import main
+from tests.every_recipe import slow_but
 
 from .pages import PAGES, README, ROOT, blocks, name
 
@@ -65,7 +64,7 @@ def run_commands(example: Any) -> None:
             assert main(shlex.split(line)[1:]) == 0, line
 
 
-@pytest.mark.parametrize("index", range(python_blocks(README)))
+@pytest.mark.parametrize("index", slow_but([0], range(python_blocks(README))))
 def test_readme(index: int, tmp_path: Path) -> None:
     text = README.read_text()
     everything = blocks(text)

@@ -1,7 +1,6 @@
 """ONNX files of quantized models: the types of the weights in them, and their numbers in ONNX Runtime."""
 
-from __future__ import annotations
-
+import copy
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 import qtorch
 from qtorch import quantize_
 from qtorch.primitives import compute_error
+from tests.every_recipe import slow_but
 
 from .models import Convnet, Llama, Mlp, made
 
@@ -74,14 +74,11 @@ SCHEMES = {
 }
 
 
-QUICK = ("int8", "int4", "nf4", "W8A8")
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SCHEMES])
+@pytest.mark.parametrize("name", slow_but(["int4", "W8A8"], SCHEMES))
 def test_weights_are_integers_in_the_file(name: str, tmp_path: Path) -> None:
     recipe, type_, bits, operator = SCHEMES[name]
-    torch.manual_seed(0)
-    model = Mlp(192).eval().requires_grad_(False)
+    model = made(lambda: Mlp(192))
+    floats = copy.deepcopy(model)
     quantize_(model, recipe)
     x = torch.randn(2, 5, 192)
     file = exported(model, [x], tmp_path / "model.onnx")
@@ -100,18 +97,12 @@ def test_weights_are_integers_in_the_file(name: str, tmp_path: Path) -> None:
         assert compute_error(expected, y) > 55
     else:
         assert compute_error(expected, y) > 105
-    assert compute_error(made_float(192)(x), y) < 60  # it is quantized
-
-
-def made_float(width: int) -> nn.Module:
-    torch.manual_seed(0)
-    return Mlp(width).eval().requires_grad_(False)
+    assert compute_error(floats(x), y) < 60  # it is quantized
 
 
 def test_integer_products_have_the_bits_of_the_model(tmp_path: Path) -> None:
     """Without a function between that ONNX Runtime approximates."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64)).eval().requires_grad_(False)
+    model = made(lambda: nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64)))
     quantize_(model, qtorch.int8_dynamic_activation_int8_weight())
     x = 3 * torch.randn(4, 256)
     file = exported(model, [x], tmp_path / "model.onnx")
@@ -132,7 +123,7 @@ def test_static_activations_as_runtimes_fuse_them(tmp_path: Path) -> None:
     assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 40
 
 
-@pytest.mark.parametrize("group", ["integer", "qdq"])
+@pytest.mark.parametrize("group", slow_but(["integer"], ["integer", "qdq"]))
 def test_dynamic_asymmetric_activations(group: str, tmp_path: Path) -> None:
     model = made(Mlp)
     quantize_(model, qtorch.int8_dynamic_activation_int4_weight())
@@ -162,7 +153,7 @@ def test_weights_are_stored_as_products_read_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "activations"),
     [
-        (qtorch.int8_weight_only(), "integer"),
+        pytest.param(qtorch.int8_weight_only(), "integer", marks=pytest.mark.slow),
         pytest.param(qtorch.int8_dynamic_activation_int8_weight(), "integer", marks=pytest.mark.slow),
         (qtorch.int8_static_activation_int8_weight(0.05), "qdq"),
     ],
@@ -178,7 +169,8 @@ def test_convnet(recipe: Any, activations: str, tmp_path: Path) -> None:
     assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 45
 
 
-@pytest.mark.parametrize("name", ["int4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("int8", "nf4"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int4", "int8", "nf4"])
 def test_llama_of_every_length(name: str, tmp_path: Path) -> None:
     """The table of the embedding, tied to the head, is in the file once."""
     model = made(Llama)
@@ -207,7 +199,6 @@ def test_torch_onnx_export_takes_the_translations(tmp_path: Path) -> None:
         custom_translation_table=qtorch.export.onnx_translations(),
         verbose=False,
     )
-    assert program is not None
     program.save(tmp_path / "model.onnx")
     assert set(types(onnx.load(tmp_path / "model.onnx")).values()) == {"UINT8"}
     assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 105

@@ -1,7 +1,5 @@
 """`portable`: exported programs of operators of torch alone, with the numbers of the model."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +38,7 @@ def operators(program: torch.export.ExportedProgram) -> list[str]:
 
 
 @pytest.mark.parametrize("activations", ["integer", pytest.param("qdq", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", every_recipe.NAMES)
+@pytest.mark.parametrize("name", every_recipe.slow_but(every_recipe.FAMILIES, every_recipe.NAMES))
 def test_every_recipe(name: str, activations: str) -> None:
     model = made(Mlp)
     quantize_(model, every_recipe.make(name, group_size=32))

@@ -1,16 +1,16 @@
 """The complete file of each page of docs/extending, and a run of tests with it loaded."""
 
-from __future__ import annotations
-
+import copy
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import torch
+from torch import nn
 
 import qtorch
 
@@ -83,3 +83,20 @@ def run_file(page: str, folder: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment(folder))
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout
+
+
+def layers(recipe: object, k: int, n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Any, Any]:
+    """A float layer with normal weights, and the same layer by `recipe`."""
+    in_float = nn.Linear(k, n, device=device, dtype=dtype)
+    nn.init.normal_(in_float.weight)
+    quantized = copy.deepcopy(in_float)
+    qtorch.quantize_(quantized, recipe)
+    return in_float, quantized
+
+
+def reloaded(layer: nn.Linear, folder: Path) -> Any:
+    """The layer that a file of this one gives."""
+    qtorch.save_quantized(layer, folder / "layer.safetensors")
+    with torch.device("meta"):
+        made = nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
+    return qtorch.load_quantized(made, folder / "layer.safetensors", device=layer.bias.device)

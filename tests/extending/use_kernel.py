@@ -10,7 +10,6 @@ from pathlib import Path
 import my_kernel
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 import qtorch
@@ -18,6 +17,7 @@ from qtorch.kernels import features, record_kernels, register
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain
+from tests.extending.pages import layers, reloaded
 from tests.kernels.triton.interpreter import install
 from tests.rounding import assert_same_product
 
@@ -41,20 +41,16 @@ FORMATS = {(2, 2): (22, 30), (3, 1): (18, 26)}
 """SQNR in dB of a layer with normal weights: at least, at most."""
 
 
-def layer(ebits: int, mbits: int, dtype: torch.dtype = torch.float32, n: int = 70, k: int = 100, bias: bool = True):
+def layer(ebits: int, mbits: int, dtype: torch.dtype = torch.float32, n: int = 70, k: int = 100):
     """(float layer, quantized layer, input) of odd sizes."""
-    made = nn.Linear(k, n, bias, device=DEVICE, dtype=dtype)
-    nn.init.normal_(made.weight)
-    quantized = nn.Linear(k, n, bias, device=DEVICE, dtype=dtype)
-    quantized.load_state_dict(made.state_dict())
-    qtorch.quantize_(quantized, qtorch.fpx_weight_only(ebits, mbits))
-    return made, quantized, torch.randn(3, 5, k, device=DEVICE, dtype=dtype)
+    made = layers(qtorch.fpx_weight_only(ebits, mbits), k, n, dtype, DEVICE)
+    return (*made, torch.randn(3, 5, k, device=DEVICE, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("ebits", "mbits"), FORMATS)
 @torch.no_grad()
-def test_a_quantized_layer_runs_it(ebits: int, mbits: int, dtype: torch.dtype) -> None:
+def test_a_quantized_layer_runs_it(ebits: int, mbits: int, dtype: torch.dtype, tmp_path: Path) -> None:
     in_float, quantized, x = layer(ebits, mbits, dtype)
     with record_kernels() as ran, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -66,6 +62,14 @@ def test_a_quantized_layer_runs_it(ebits: int, mbits: int, dtype: torch.dtype) -
     assert qtorch.compute_error(expected, y) > {torch.float32: 105, torch.float16: 55, torch.bfloat16: 38}[dtype]
     low, high = FORMATS[ebits, mbits]
     assert low < qtorch.compute_error(in_float(x), y) < high
+    (explained,) = qtorch.explain(quantized, x)
+    assert explained.kernel == "my_float5_linear"
+    assert explained.note == "decodes 5-bit floats in registers"
+    assert dict(explained.rejected)["packed_weight_mm"] == "comes after it"
+    assert explained.problem.device == DEVICE
+    with record_kernels() as ran:
+        assert torch.equal(reloaded(quantized, tmp_path)(x), y)
+    assert ran[0] == "linear:my_float5_linear"
 
 
 @pytest.mark.parametrize(("ebits", "mbits"), FORMATS)
@@ -90,24 +94,6 @@ def test_shapes(shape: tuple[int, ...]) -> None:
     assert_same_product(quantized(x), expected, x, quantized.weight.dequantize(), quantized.bias)
 
 
-def test_gradients_of_the_input() -> None:
-    _, quantized, x = layer(3, 1)
-    x.requires_grad_()
-    quantized(x).sum().backward()
-    expected = torch.ones(15, 70, device=DEVICE) @ quantized.weight.dequantize()
-    torch.testing.assert_close(x.grad.reshape(15, 100), expected)
-
-
-@torch.no_grad()
-def test_explain_names_it_and_the_fallback() -> None:
-    _, quantized, x = layer(2, 2)
-    (explained,) = qtorch.explain(quantized, x)
-    assert explained.kernel == "my_float5_linear"
-    assert explained.note == "decodes 5-bit floats in registers"
-    assert dict(explained.rejected)["packed_weight_mm"] == "comes after it"
-    assert explained.problem.device == DEVICE
-
-
 @torch.no_grad()
 def test_the_fallback_serves_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(spec: qtorch.QuantSpec, dtype: torch.dtype = torch.float32, view=lambda weight: weight) -> str | None:
@@ -126,19 +112,6 @@ def test_the_fallback_serves_what_it_refuses(monkeypatch: pytest.MonkeyPatch) ->
     assert "fp32, fp16 or bf16" in reason(spec, torch.float64)
     monkeypatch.setattr(my_kernel, "cuda_lacks", lambda feature: f"needs {feature}")
     assert reason(spec) == "needs triton"
-
-
-@torch.no_grad()
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    _, quantized, x = layer(2, 2)
-    qtorch.save_quantized(quantized, tmp_path / "layer.safetensors")
-    with torch.device("meta"):
-        loaded = nn.Linear(100, 70)
-    qtorch.load_quantized(loaded, tmp_path / "layer.safetensors", device=DEVICE)
-    with record_kernels() as ran:
-        y = loaded(x)
-    assert ran[0] == "linear:my_float5_linear"
-    assert torch.equal(y, quantized(x))
 
 
 def test_the_operator_is_well_formed() -> None:

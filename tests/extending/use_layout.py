@@ -1,23 +1,17 @@
 """What docs/extending/layout.md promises, with its file loaded by `test_pages.py`."""
 
-import copy
-import pickle
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from my_layout import NibblesLayout, nibbles_weight_mm
-from torch import nn
-from torch.nn import functional
 
 import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import needs_matrix, register
-from qtorch.primitives import from_json, to_json
-from qtorch.primitives.layouts import LAYOUTS
-from tests.rounding import assert_same_product
+from tests.extending.pages import layers, reloaded
 
 RECIPES = {
     "uint4": qtorch.int4_weight_only(group_size=32, layout=NibblesLayout()),
@@ -29,19 +23,11 @@ SQNR = {"uint4": (19, 27), "int4": (16, 25), "int3": (10, 18), "uint2": (4, 13)}
 """In dB, of a layer with normal weights: at least, at most."""
 
 
-def layers(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    in_float = nn.Linear(96, 40, dtype=dtype)
-    nn.init.normal_(in_float.weight)
-    quantized = copy.deepcopy(in_float)
-    qtorch.quantize_(quantized, RECIPES[name])
-    return in_float, quantized
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", RECIPES)
 @torch.no_grad()
-def test_a_quantized_layer_runs_its_kernel(name: str, dtype: torch.dtype) -> None:
-    in_float, quantized = layers(name, dtype)
+def test_a_quantized_layer_runs_its_kernel(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    in_float, quantized = layers(RECIPES[name], 96, 40, dtype)
     x = torch.randn(3, 5, 96, dtype=dtype)
     with record_kernels() as ran, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -54,6 +40,9 @@ def test_a_quantized_layer_runs_its_kernel(name: str, dtype: torch.dtype) -> Non
     (explained,) = qtorch.explain(quantized, x)
     assert explained.kernel == "nibbles_weight_mm"
     assert str(explained.problem.scheme.layout) == "NibblesLayout()"
+    loaded = reloaded(quantized, tmp_path)
+    assert loaded.weight.scheme.layout == NibblesLayout()
+    assert torch.equal(loaded(x), y)
 
 
 def test_where_codes_lie() -> None:
@@ -65,43 +54,15 @@ def test_where_codes_lie() -> None:
     assert weight.nbytes == 3 + 4
 
 
-def test_the_same_numbers_as_in_every_layout() -> None:
-    _, quantized = layers("uint4")
-    for layout in (qtorch.PlainLayout(), qtorch.PackedLayout()):
-        other = quantized.weight.to_layout(layout)
-        assert torch.equal(other.dequantize(), quantized.weight.dequantize())
-        x = torch.randn(2, 96)
-        assert_same_product(functional.linear(x, other), functional.linear(x, quantized.weight), x, other.dequantize())
-        assert torch.equal(other.to_layout(NibblesLayout()), quantized.weight)
-
-
-@torch.no_grad()
-def test_saved_and_loaded(tmp_path: Path) -> None:
-    _, quantized = layers("int3")
-    qtorch.save_quantized(quantized, tmp_path / "layer.safetensors")
-    with torch.device("meta"):
-        loaded = nn.Linear(96, 40)
-    qtorch.load_quantized(loaded, tmp_path / "layer.safetensors", device="cpu")
-    assert loaded.weight.scheme.layout == NibblesLayout()
-    x = torch.randn(2, 96)
-    assert torch.equal(loaded(x), quantized(x))
-    assert torch.equal(pickle.loads(pickle.dumps(quantized.weight)), quantized.weight)
-
-
 def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="holds codes of up to 4 bits, the weight has int5"):
         qtorch.intx_weight_only("int5", layout=NibblesLayout())
 
 
-def test_it_is_registered() -> None:
-    assert LAYOUTS["nibbles"] is NibblesLayout
-    assert from_json(to_json(NibblesLayout())) == NibblesLayout()
-
-
 def test_without_a_kernel_the_reference_runs_and_says_so() -> None:
     qtorch.kernels.deregister("linear", "nibbles_weight_mm")
     try:
-        _, quantized = layers("uint4")
+        _, quantized = layers(RECIPES["uint4"], 96, 40)
         with pytest.warns(UserWarning, match="runs the reference implementation"), record_kernels() as ran:
             quantized(torch.randn(2, 96))
         assert ran == ["linear:reference"]

@@ -13,15 +13,8 @@ from torch import nn
 import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.primitives import MinMaxRule, from_json, qdtype, to_json
-
-
-def layers(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    in_float = nn.Linear(128, 48, dtype=dtype)
-    nn.init.normal_(in_float.weight)
-    quantized = copy.deepcopy(in_float)
-    qtorch.quantize_(quantized, float7_weight_only())
-    return in_float, quantized
+from qtorch.primitives import MinMaxRule, qdtype
+from tests.extending.pages import layers, reloaded
 
 
 def test_the_format() -> None:
@@ -64,7 +57,7 @@ def test_the_rule() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_a_quantized_layer(dtype: torch.dtype, tmp_path: Path) -> None:
-    in_float, quantized = layers(dtype)
+    in_float, quantized = layers(float7_weight_only(), 128, 48, dtype)
     x = torch.randn(5, 128, dtype=dtype)
     with record_kernels() as ran:
         y = quantized(x)
@@ -76,10 +69,7 @@ def test_a_quantized_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     assert 26 < qtorch.compute_error(in_float(x), y) < 38
     assert quantized.weight.nbytes == 48 * 128 * 7 // 8 + 48 * 2 * dtype.itemsize
 
-    qtorch.save_quantized(quantized, tmp_path / "layer.safetensors")
-    with torch.device("meta"):
-        loaded = nn.Linear(128, 48, dtype=dtype)
-    qtorch.load_quantized(loaded, tmp_path / "layer.safetensors", device="cpu")
+    loaded = reloaded(quantized, tmp_path)
     assert loaded.weight.scheme.weight.dtype is FLOAT7
     assert loaded.weight.scheme.weight.scale_rule == RootMeanSquareRule()
     assert torch.equal(loaded(x), y)
@@ -92,12 +82,6 @@ def test_an_outlier_clips_and_the_others_keep_their_precision() -> None:
     clipped, whole = recipe.apply(x), float7_weight_only(256, MinMaxRule()).apply(x)
     error = [qtorch.compute_error(x[:, 1:], w.dequantize()[:, 1:]) for w in (clipped, whole)]
     assert error[0] > error[1] + 3
-
-
-def test_they_are_values() -> None:
-    recipe = float7_weight_only(32, RootMeanSquareRule(3.0))
-    assert from_json(to_json(recipe)) == recipe
-    assert from_json(to_json(recipe.linear_spec())) == recipe.linear_spec()
 
 
 def test_training_in_the_new_format() -> None:

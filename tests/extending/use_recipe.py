@@ -1,6 +1,5 @@
 """What docs/extending/recipe.md promises, with its file loaded by `test_pages.py`."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,13 @@ from torch.nn import functional
 import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
-from qtorch.primitives import from_json, to_json
-from qtorch.recipes.base import RECIPES
-
-
-def layers(recipe: object) -> tuple[nn.Module, nn.Module]:
-    in_float = nn.Linear(128, 48)
-    nn.init.normal_(in_float.weight)
-    quantized = copy.deepcopy(in_float)
-    qtorch.quantize_(quantized, recipe)
-    return in_float, quantized
+from tests.extending.pages import layers, reloaded
 
 
 @pytest.mark.parametrize("group_size", [64, 32, -1])
 @torch.no_grad()
 def test_inference(group_size: int, tmp_path: Path) -> None:
-    in_float, quantized = layers(int8_dynamic_activation_int6_weight(group_size))
+    in_float, quantized = layers(int8_dynamic_activation_int6_weight(group_size), 128, 48)
     x = torch.randn(7, 128)
     with record_kernels() as ran:
         y = quantized(x)
@@ -39,35 +29,28 @@ def test_inference(group_size: int, tmp_path: Path) -> None:
     assert 27 < qtorch.compute_error(in_float(x), y) < 40
     assert quantized.weight.nbytes == 48 * 128 * 6 // 8 + 4 * 48 * (1 if group_size == -1 else 128 // group_size)
 
-    qtorch.save_quantized(quantized, tmp_path / "layer.safetensors")
-    with torch.device("meta"):
-        loaded = nn.Linear(128, 48)
-    qtorch.load_quantized(loaded, tmp_path / "layer.safetensors", device="cpu")
-    assert torch.equal(loaded(x), y)
+    assert torch.equal(reloaded(quantized, tmp_path)(x), y)
 
 
 def test_training_by_hand() -> None:
     """The three products, from the fake-quantized operands."""
-    _, layer = layers(int6_weight_training())
+    _, layer = layers(int6_weight_training(), 128, 48)
     spec = int6_weight_training().training_spec()
     x, g = torch.randn(9, 128, requires_grad=True), torch.randn(9, 48)
     y = layer(x)
     y.backward(g)
-    x_hat, w_hat = (
-        spec.output.lhs.fake_quantize(x.detach()),
-        spec.output.rhs.fake_quantize(layer.weight.master.detach()),
-    )
+    master = layer.weight.master.detach()
+    x_hat, w_hat = spec.output.lhs.fake_quantize(x.detach()), spec.output.rhs.fake_quantize(master)
     assert qtorch.compute_error(x_hat @ w_hat.t() + layer.bias, y) > 110
     assert qtorch.compute_error(g.t() @ x.detach(), layer.weight.grad) > 110, "in full precision"
     # The scales of the forward's weight are multiplied into g before g is quantized.
-    scale = spec.output.rhs.choose_qparams(layer.weight.master.detach())[0]
+    scale = spec.output.rhs.choose_qparams(master)[0]
     codes = w_hat / scale
     assert qtorch.compute_error(spec.grad_input.lhs.fake_quantize(g * scale.t()) @ codes, x.grad) > 100
     assert 27 < qtorch.compute_error(g @ w_hat, x.grad) < 60
 
 
 def test_it_learns_and_converts_without_loss() -> None:
-    torch.manual_seed(0)
     x = torch.randn(256, 64)
     wanted = x.roll(1, 1)
     model = nn.Linear(64, 64)
@@ -85,18 +68,3 @@ def test_it_learns_and_converts_without_loss() -> None:
     assert qtorch.compute_error(trained, model(x)) > 110
     served = int8_dynamic_activation_int6_weight(group_size=-1).linear_spec()
     assert model.weight.scheme.spec == served
-
-
-def test_they_are_registered() -> None:
-    for recipe in (int8_dynamic_activation_int6_weight(32), int6_weight_training(False)):
-        assert RECIPES[recipe.name] is type(recipe)
-        assert from_json(to_json(recipe)) == recipe
-    assert str(int6_weight_training(False)) == "int6_weight_training(quantize_gradient=False)"
-
-
-def test_what_does_not_fit_changes_nothing() -> None:
-    layer = nn.Linear(96, 8)
-    weight = layer.weight
-    with pytest.raises(ValueError, match="96 % 64"):
-        qtorch.quantize_(layer, int8_dynamic_activation_int6_weight())
-    assert layer.weight is weight

@@ -1,7 +1,5 @@
 """diffusers: models that are quantized while they are loaded, saved, and loaded again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
 
 from qtorch.integrations.diffusers import QtorchConfig, attach
+from tests.quantize_model import assert_same
 
 ALL = {
     r".*\.conv\d?": qtorch.int8_weight_only(),
@@ -28,34 +27,23 @@ ALL = {
 }
 
 
-def unet(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
+UNET = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32, 32), "norm_num_groups": 8}
+
+
+def unet() -> Any:
     return diffusers.UNet2DModel(
-        sample_size=8,
+        **UNET,
         in_channels=3,
         out_channels=3,
-        layers_per_block=1,
-        block_out_channels=(32, 32),
-        norm_num_groups=8,
         attention_head_dim=8,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     ).eval()
 
 
-def test_the_size_of_a_model_is_that_of_its_codes() -> None:
-    model = unet()
-    quantize_(model, ALL)
-    assert model.get_memory_footprint() == qtorch.get_model_size_in_bytes(model)
-
-
-def conditional(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
+def conditional() -> Any:
     return diffusers.UNet2DConditionModel(
-        sample_size=8,
-        layers_per_block=1,
-        block_out_channels=(32, 32),
-        norm_num_groups=8,
+        **UNET,
         attention_head_dim=4,
         cross_attention_dim=32,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -63,8 +51,7 @@ def conditional(seed: int = 0) -> Any:
     ).eval()
 
 
-def transformer(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
+def transformer() -> Any:
     return diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=8, norm_num_groups=8
     ).eval()
@@ -90,11 +77,15 @@ def quantized(model: Any) -> dict[str, Any]:
     return {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedTensor)}
 
 
-def assert_same(first: Any, second: Any) -> None:
-    a, b = first.state_dict(), second.state_dict()
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+def check_same(first: Any, second: Any) -> None:
+    assert_same(first, second)
     assert torch.equal(run(first), run(second))
+
+
+def test_the_size_of_a_model_is_that_of_its_codes() -> None:
+    model = unet()
+    quantize_(model, ALL)
+    assert model.get_memory_footprint() == qtorch.get_model_size_in_bytes(model)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -107,13 +98,13 @@ def test_load_save_load(kind: str, tmp_path: Path) -> None:
     loaded = type(model).from_pretrained(tmp_path / "float", quantization_config=QtorchConfig(recipe))
     quantize_(model, recipe)
     assert quantized(loaded).keys() == quantized(model).keys()
-    assert_same(loaded, model)
+    check_same(loaded, model)
     assert 15 < compute_error(expected, run(loaded)) < 70
     for step in ("first", "second"):
         loaded.save_pretrained(tmp_path / step)
         loaded = type(model).from_pretrained(tmp_path / step)
         assert loaded.hf_quantizer.quantization_config.recipe == recipe
-        assert_same(loaded, model)
+        check_same(loaded, model)
 
 
 def test_a_mapping_reaches_convolutions(tmp_path: Path) -> None:
@@ -127,7 +118,7 @@ def test_a_mapping_reaches_convolutions(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "quantized", max_shard_size="30KB")
     assert len(list((tmp_path / "quantized").glob("*.safetensors"))) > 2
     again = diffusers.UNet2DModel.from_pretrained(tmp_path / "quantized")
-    assert_same(again, model)
+    check_same(again, model)
     assert again.hf_quantizer.quantization_config.recipe == ALL
 
 
@@ -155,7 +146,7 @@ def test_dtype_and_skipped_modules(tmp_path: Path) -> None:
     assert not [name for name in quantized(model) if "proj_out" in name]
     model.save_pretrained(tmp_path / "quantized")
     again = kind.from_pretrained(tmp_path / "quantized", torch_dtype=torch.bfloat16)
-    assert_same(again, model)
+    check_same(again, model)
 
 
 def test_lora_on_a_quantized_model(tmp_path: Path) -> None:
@@ -188,7 +179,7 @@ def test_a_model_of_quantize_saves_itself_once_attached(tmp_path: Path) -> None:
         attach(model)
     quantize_(model, qtorch.nf4_weight_only(group_size=32))
     attach(model).save_pretrained(tmp_path)
-    assert_same(diffusers.UNet2DModel.from_pretrained(tmp_path), model)
+    check_same(diffusers.UNet2DModel.from_pretrained(tmp_path), model)
 
 
 def test_dequantize(tmp_path: Path) -> None:
@@ -206,16 +197,17 @@ def test_dequantize(tmp_path: Path) -> None:
 def test_errors(tmp_path: Path) -> None:
     unet().save_pretrained(tmp_path)
     load = diffusers.UNet2DModel.from_pretrained
-    with pytest.raises(ValueError, match="needs a recipe"):
-        load(tmp_path, quantization_config=QtorchConfig())
     with pytest.raises(TypeError, match="QtorchConfig takes a recipe"):
         QtorchConfig("int8")
-    with pytest.raises(ValueError, match=r"attentions.*block_size \(1, 48\) does not divide"):
-        load(tmp_path, quantization_config=QtorchConfig({r".*to_q": qtorch.int4_weight_only(group_size=48)}))
-    with pytest.raises(ValueError, match="cannot be applied while loading"):
-        load(tmp_path, quantization_config=QtorchConfig(qtorch.training.int8_mixed_precision_training()))
+    with pytest.raises(TypeError, match="takes a model of diffusers"):
+        attach(nn.Linear(2, 2))
+    for recipe, words in [
+        (None, "needs a recipe"),
+        ({r".*to_q": qtorch.int4_weight_only(group_size=48)}, r"attentions.*block_size \(1, 48\) does not divide"),
+        (qtorch.training.int8_mixed_precision_training(), "cannot be applied while loading"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            load(tmp_path, quantization_config=QtorchConfig(recipe))
     model = load(tmp_path, quantization_config=QtorchConfig(qtorch.int8_weight_only()))
     with pytest.raises(ValueError, match="is saved as safetensors"):
         model.save_pretrained(tmp_path / "bin", safe_serialization=False)
-    with pytest.raises(TypeError, match="takes a model of diffusers"):
-        attach(nn.Linear(2, 2))

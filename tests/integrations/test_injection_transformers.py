@@ -1,5 +1,6 @@
 """inject on models of transformers whose code nothing has touched: BERT, ViT and Mixtral, tiny, random weights."""
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -11,38 +12,26 @@ from qtorch import compute_error, quantize_
 from qtorch.kernels import record_kernels
 from qtorch.training import convert, fully_quantized, inject, mixed_precision_training
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+from tests.zoo.architectures import built
 
 SPEC = fully_quantized(8, 8)
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def bert(attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    config = transformers.BertConfig(vocab_size=64, max_position_embeddings=16, attn_implementation=attention, **SIZES)
-    return transformers.BertModel(config), {"input_ids": torch.randint(64, (3, 8))}
-
-
-def vit(attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    config = transformers.ViTConfig(image_size=16, patch_size=4, attn_implementation=attention, **SIZES)
-    return transformers.ViTModel(config), {"pixel_values": torch.randn(2, 3, 16, 16)}
-
-
-def mixtral(attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    config = transformers.MixtralConfig(
-        vocab_size=64, num_key_value_heads=1, num_local_experts=4, attn_implementation=attention, **SIZES
-    )
-    return transformers.MixtralForCausalLM(config), {"input_ids": torch.randint(64, (3, 8))}
-
-
 LAYERS = 2
 # model -> the number of quantized products of a forward, by function; those of attention are added
-MODELS: dict[str, tuple[Any, Counter[str]]] = {
-    # query, key, value, attention output, intermediate, output; pooler
-    "bert": (bert, Counter(linear=6 * LAYERS + 1)),
-    "vit": (vit, Counter(linear=6 * LAYERS + 1, conv2d=1)),
+MODELS: dict[str, Counter[str]] = {
+    # query, key, value, attention output, intermediate, output; two layers of the head
+    "bert": Counter(linear=6 * LAYERS + 2),
+    # the same, the convolution in front, and the classifier
+    "vit": Counter(linear=6 * LAYERS + 1, conv2d=1),
     # q, k, v, o and the router; head; up and down of all experts
-    "mixtral": (mixtral, Counter(linear=5 * LAYERS + 1, grouped_mm=2 * LAYERS)),
+    "mixtral": Counter(linear=5 * LAYERS + 1, grouped_mm=2 * LAYERS),
 }
+
+
+def build(name: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Tensor]]:
+    model, batch = built(name, attn_implementation=attention)
+    return model, {key: value for key, value in batch.items() if key != "attention_mask"}
 
 
 def by_function(counts: Counter[str]) -> Counter[str]:
@@ -60,10 +49,7 @@ def first(output: Any) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_counts_and_conversion(name: str, attention: str) -> None:
     """All products of the forward, each with both gradients; the converted model gives equal outputs."""
-    torch.manual_seed(0)
-    make, wanted = MODELS[name]
-    model, inputs = make(attention)
-    model.eval()
+    wanted, (model, inputs) = MODELS[name], build(name, attention)
     products = Counter({"scores": LAYERS, "values": LAYERS}) if attention == "sdpa" else Counter(matmul=2 * LAYERS)
     with torch.no_grad():
         floats = first(model(**inputs))
@@ -91,12 +77,10 @@ def test_counts_and_conversion(name: str, attention: str) -> None:
 
 def test_the_same_as_the_recipe_for_layers() -> None:
     """With attention in full precision, BERT injected is BERT quantized by `quantize_`, forward and gradients."""
-    torch.manual_seed(0)
-    model, inputs = bert("sdpa")
-    other, _ = bert("sdpa")
-    other.load_state_dict(model.state_dict())
+    model, inputs = build("bert")
+    model = model.bert
+    other = copy.deepcopy(model)
     quantize_(other, mixed_precision_training(SPEC))
-    model.eval(), other.eval()
     with inject({r".*:(scores|values)": None, r".*": SPEC}):
         y = first(model(**inputs))
     z = first(other(**inputs))
@@ -112,12 +96,11 @@ def test_the_same_as_the_recipe_for_layers() -> None:
 
 def test_a_model_attached_generates() -> None:
     """The context is entered by the model itself; cached keys and values meet other lengths in each step."""
-    torch.manual_seed(0)
-    model, inputs = mixtral("sdpa")
+    model, inputs = build("mixtral")
     injection = inject({"lm_head": None, r".*": SPEC})
-    injection.attach(model.eval())
+    injection.attach(model)
     injection.convert(model, **inputs)
     tokens = model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    assert tokens.shape == (3, 11)
+    assert tokens.shape == (2, 15)
     assert injection.counts
     assert "lm_head:linear" not in injection.counts

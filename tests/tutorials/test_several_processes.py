@@ -1,7 +1,5 @@
 """tutorials/tensor_parallel.py and tutorials/fsdp_int8.py in their short forms, by torchrun."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -24,7 +22,6 @@ def test_tensor_parallel() -> None:
     assert float(losses[-1][0]) < 0.9 * float(losses[0][0])
     assert said[4] == "largest difference of a weight: 0.0"
     difference = re.fullmatch(r"frozen, in INT8: logits differ by (\S+) from one process", said[5])
-    assert difference is not None
     # A rounding of fp32, or of some activations by a step, of which there are 127.
     assert float(difference[1]) < 1 / 127
 

@@ -1,7 +1,5 @@
 """Architectures of transformers with small random weights, built from their configurations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,8 +53,22 @@ class Architecture(NamedTuple):
     compiles: bool = True
 
 
-def _text(**more: Any) -> dict[str, Any]:
-    return {**TEXT, **SPECIAL, **more}
+def _text(
+    name: str,
+    *,
+    head: str = "ForCausalLM",
+    config: str = "",
+    generates: bool = True,
+    compiles: bool = True,
+    **more: Any,
+) -> Architecture:
+    return Architecture(
+        f"{name}{head}", f"{config or name}Config", {**TEXT, **SPECIAL, **more}, text, generates, compiles
+    )
+
+
+def _encoder(name: str, **more: Any) -> Architecture:
+    return _text(name, head="ForMaskedLM", generates=False, **more)
 
 
 def _encoder_decoder(**more: Any) -> dict[str, Any]:
@@ -65,102 +77,66 @@ def _encoder_decoder(**more: Any) -> dict[str, Any]:
     return {"vocab_size": VOCABULARY, "d_model": 32, **both, "decoder_start_token_id": 1, **SPECIAL, **more}
 
 
-def _decoder(name: str, generates: bool = True, compiles: bool = True, **more: Any) -> Architecture:
-    return Architecture(f"{name}ForCausalLM", f"{name}Config", _text(**more), text, generates, compiles)
-
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+STATES = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 16}
 
 ARCHITECTURES: dict[str, Architecture] = {
     # decoders
-    "llama": _decoder("Llama"),
-    "qwen3": _decoder("Qwen3", head_dim=16),
-    "gemma3": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", _text(head_dim=16, sliding_window=8)),
-    "phi3": _decoder("Phi3"),
+    "llama": _text("Llama"),
+    "qwen3": _text("Qwen3", head_dim=16),
+    "gemma3": _text("Gemma3", config="Gemma3Text", head_dim=16, sliding_window=8),
+    "phi3": _text("Phi3"),
     "gpt2": Architecture(
         "GPT2LMHeadModel",
         "GPT2Config",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **SPECIAL},
     ),
-    "opt": _decoder("OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64),
+    "opt": _text("OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64),
     # mixtures of experts
-    "mixtral": _decoder("Mixtral", num_local_experts=4),
-    "qwen2_moe": _decoder(
-        "Qwen2Moe", moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2
+    "mixtral": _text("Mixtral", num_local_experts=4),
+    "qwen2_moe": _text("Qwen2Moe", **EXPERTS, shared_expert_intermediate_size=32, num_experts=4),
+    "qwen3_moe": _text("Qwen3Moe", **EXPERTS, head_dim=16, num_experts=4),
+    "gpt_oss": _text("GptOss", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "llama4": _text(
+        "Llama4",
+        config="Llama4Text",
+        **{"intermediate_size_mlp": 64, "head_dim": 16, "num_local_experts": 4, "interleave_moe_layer_step": 1},
     ),
-    "qwen3_moe": _decoder("Qwen3Moe", head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2),
-    "gpt_oss": _decoder("GptOss", head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
-    "llama4": Architecture(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        _text(intermediate_size_mlp=64, head_dim=16, num_local_experts=4, interleave_moe_layer_step=1),
-    ),
-    "deepseek_v3": _decoder(
+    "deepseek_v3": _text(
         "DeepseekV3",
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        first_k_dense_replace=1,
+        **{**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     ),
-    "nemotron_h": _decoder(
+    "nemotron_h": _text(
         "NemotronH",
-        layers_block_type=["mamba", "moe", "attention", "moe"],
-        num_hidden_layers=4,
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        n_groups=1,
-        ssm_state_size=16,
-        chunk_size=8,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32,
-        head_dim=16,
+        **{"layers_block_type": ["mamba", "moe", "attention", "moe"], "num_hidden_layers": 4, "head_dim": 16},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16, "chunk_size": 8},
+        **{**EXPERTS, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 32},
     ),
-    "granite_moe": _decoder("GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
-    "jetmoe": _decoder("JetMoe", kv_channels=16, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=1),
+    "granite_moe": _text("GraniteMoe", num_local_experts=4, num_experts_per_tok=2),
+    "jetmoe": _text("JetMoe", kv_channels=16, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=1),
     "dbrx": Architecture(
         "DbrxForCausalLM",
         "DbrxConfig",
         {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "n_heads": 2,
-            "n_layers": 2,
+            **{"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 2, "n_layers": 2, **SPECIAL},
             "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
             "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-            **SPECIAL,
         },
         compiles=False,
     ),
     # encoders
-    "bert": Architecture("BertForMaskedLM", "BertConfig", _text(max_position_embeddings=64), text, False),
-    "modernbert": Architecture(
-        "ModernBertForMaskedLM",
-        "ModernBertConfig",
-        _text(cls_token_id=1, sep_token_id=2, global_attn_every_n_layers=2, local_attention=8),
-        text,
-        False,
+    "bert": _encoder("Bert", max_position_embeddings=64),
+    "modernbert": _encoder(
+        "ModernBert", cls_token_id=1, sep_token_id=2, global_attn_every_n_layers=2, local_attention=8
     ),
-    "nomic_bert": Architecture(
-        "NomicBertForMaskedLM", "NomicBertConfig", _text(max_position_embeddings=64), text, False
-    ),
+    "nomic_bert": _encoder("NomicBert", max_position_embeddings=64),
     # encoder-decoders
     "t5": Architecture(
         "T5ForConditionalGeneration",
         "T5Config",
         {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "d_kv": 16,
-            "d_ff": 64,
-            "num_layers": 2,
-            "num_heads": 2,
+            **{"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
             "decoder_start_token_id": 0,
         },
         text_to_text,
@@ -208,13 +184,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Wav2Vec2ForCTC",
         "Wav2Vec2Config",
         {
-            **TEXT,
-            "conv_dim": (16, 32),
-            "conv_stride": (4, 2),
-            "conv_kernel": (8, 4),
-            "num_conv_pos_embeddings": 8,
-            "num_conv_pos_embedding_groups": 2,
-            **SPECIAL,
+            **{**TEXT, **SPECIAL, "conv_dim": (16, 32), "conv_stride": (4, 2), "conv_kernel": (8, 4)},
+            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2},
         },
         lambda: {"input_values": torch.randn(2, 400)},
         False,
@@ -223,50 +194,34 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba": Architecture(
         "MambaForCausalLM",
         "MambaConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 16, "time_step_rank": 16},
+        {**STATES, "vocab_size": VOCABULARY, "time_step_rank": 16},
         generates=False,
     ),
     "mamba2": Architecture(
         "Mamba2ForCausalLM",
         "Mamba2Config",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "state_size": 16,
-            "num_heads": 4,
-            "head_dim": 16,
-            "n_groups": 1,
-            "chunk_size": 8,
-            **SPECIAL,
-        },
+        {**STATES, **SPECIAL, "vocab_size": 64, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
         generates=False,
     ),
-    "recurrent_gemma": _decoder(
-        "RecurrentGemma", False, lru_width=32, attention_window_size=8, num_hidden_layers=3, head_dim=16
+    "recurrent_gemma": _text(
+        "RecurrentGemma", generates=False, lru_width=32, attention_window_size=8, num_hidden_layers=3, head_dim=16
     ),
-    "jamba": _decoder(
+    "jamba": _text(
         "Jamba",
-        False,
-        num_experts=4,
-        num_experts_per_tok=2,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        mamba_d_state=16,
-        mamba_dt_rank=16,
+        generates=False,
+        **{"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 16},
         use_mamba_kernels=False,
     ),
-    "lfm2": _decoder("Lfm2", False, layer_types=["conv", "full_attention"], conv_L_cache=3),
+    "lfm2": _text("Lfm2", generates=False, layer_types=["conv", "full_attention"], conv_L_cache=3),
 }
 
 
-def built(name: str) -> tuple[Any, dict[str, Tensor]]:
-    """The model of this name with random weights, in eval mode, and a batch."""
+def built(name: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The model of this name with random weights, in eval mode, and a batch; `options` of its configuration differ."""
     torch.manual_seed(0)
     architecture = ARCHITECTURES[name]
-    config = getattr(hf, architecture.config)(**architecture.options)
+    config = getattr(hf, architecture.config)(**{**architecture.options, **options})
     model: nn.Module = getattr(hf, architecture.model)(config).eval()
     for parameter in model.parameters():
         # Zeros and ones, which some models start from, would hide errors.

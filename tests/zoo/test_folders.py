@@ -4,8 +4,6 @@ Weights and outputs are those of `quantize_` on the float model, bit for bit. Wh
 before anything is written.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -23,7 +21,7 @@ from qtorch.cli import main
 from qtorch.cli.recipes import read_recipe
 from qtorch.dtypes.joining import join, shares_scales
 from qtorch.integrations.transformers import QtorchConfig
-from tests.every_recipe import NAMES, make
+from tests.every_recipe import NAMES, make, slow_but
 from tests.integrations.transformers.tiny_models import assert_same, quantized_names
 from tests.zoo.architectures import ARCHITECTURES, built, output_of
 
@@ -59,12 +57,15 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "nemotron_h", "j
 """Whose experts are stored one by one, and are one parameter in the model."""
 
 
-def cases() -> Iterator[Any]:
+QUICK = [("mixtral", kind) for kind in ("int8", "int4", "by_name")]
+QUICK += [(name, "int8") for name in ("llama", "gpt2", "t5", "llama4")]
+
+
+def cases() -> Iterator[tuple[str, str]]:
     for number, name in enumerate(ARCHITECTURES):
         kinds = list(RECIPES)
         for kind in kinds if name in WITH_ALL_RECIPES else [kinds[number % len(kinds)]]:
-            quick = name == "mixtral" or kind == "int8"
-            yield pytest.param(name, kind, marks=[] if quick else pytest.mark.slow)
+            yield name, kind
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("way", ["on_the_fly", "command_line"])
-@pytest.mark.parametrize(("name", "kind"), list(cases()))
+@pytest.mark.parametrize(("name", "kind"), slow_but(QUICK, cases()))
 def test_loaded_saved_and_saved_again(saved: Any, tmp_path: Path, name: str, kind: str, way: str) -> None:
     model, batch, folder = saved(name)
     text = RECIPES[kind]
@@ -172,7 +173,7 @@ def test_experts_of_different_recipes_are_refused(saved: Any, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", slow_but(["mixtral", "jamba"], MIXTURES))
 def test_mixtures_in_shards_with_padded_groups(saved: Any, tmp_path: Path, name: str) -> None:
     """And without the loader of transformers."""
     model, batch, folder = saved(name)

@@ -1,7 +1,5 @@
 """Every architecture of the zoo: what int8 weight-only reaches, and that the model does what it did before."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
@@ -14,6 +12,7 @@ from qtorch import QuantizeReport, find_uses, int8_weight_only, load_quantized, 
 from qtorch.dtypes import QuantizedTensor
 from qtorch.model.targets import find_targets
 from qtorch.model.uses import Uses
+from tests.every_recipe import slow_but
 from tests.zoo.architectures import ARCHITECTURES, built, output_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,13 +22,6 @@ LEAST, MOST = 5e-4, 0.03
 the row in each product, that is 0.2% to 0.5% of its output, and these models have 5 to 20 products in a row."""
 
 EACH = pytest.mark.parametrize("name", list(ARCHITECTURES))
-
-
-def slow_but(*quick: str) -> pytest.MarkDecorator:
-    """Every architecture, of which only these few are not slow."""
-    rest = [name for name in ARCHITECTURES if name not in quick]
-    slow = [pytest.param(name, marks=pytest.mark.slow) for name in rest]
-    return pytest.mark.parametrize("name", [*quick, *slow])
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
@@ -70,7 +62,7 @@ def check_first_line(report: QuantizeReport) -> None:
     assert f"{share:.1%} of all parameters" in first
 
 
-@slow_but("gpt2", "gpt_oss", "mamba2", "convnext", "whisper")
+@pytest.mark.parametrize("name", slow_but(["gpt2", "gpt_oss", "mamba2", "convnext", "whisper"], ARCHITECTURES))
 def test_everything_that_can_be_quantized(name: str) -> None:
     model, batch = built(name)
     wanted = output_of(model, batch)
@@ -97,7 +89,7 @@ def test_kinds_agree_with_what_the_model_does(name: str) -> None:
             assert slot.kind.is_transposed == (of.axis == -2), (slot.name, str(of))
 
 
-@slow_but("gpt2", "gpt_oss", "recurrent_gemma")
+@pytest.mark.parametrize("name", slow_but(["gpt2", "gpt_oss", "recurrent_gemma"], ARCHITECTURES))
 def test_targets_that_a_run_has_found(name: str) -> None:
     """The same weights and bits as by the registry; convolutions beside."""
     model, batch = built(name)
@@ -107,7 +99,7 @@ def test_targets_that_a_run_has_found(name: str) -> None:
     assert torch.equal(output_of(model, batch), output_of(other, batch))
 
 
-@slow_but("gpt2", "gpt_oss", "mamba2")
+@pytest.mark.parametrize("name", slow_but(["gpt2", "gpt_oss", "mamba2"], ARCHITECTURES))
 def test_files_and_copies_have_the_same_bits(name: str, tmp_path: Path) -> None:
     model, batch = built(name)
     quantize_(model, int8_weight_only(), targets="all")
@@ -123,7 +115,7 @@ def test_files_and_copies_have_the_same_bits(name: str, tmp_path: Path) -> None:
     assert torch.equal(output_of(again, batch), wanted)
 
 
-@slow_but("gpt2", "mixtral")
+@pytest.mark.parametrize("name", slow_but(["gpt2", "mixtral"], ARCHITECTURES))
 def test_generates_with_a_dynamic_and_a_static_cache(name: str) -> None:
     if not ARCHITECTURES[name].generates:
         pytest.skip("has no static cache")
@@ -149,7 +141,7 @@ def test_generates_with_a_dynamic_and_a_static_cache(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-@slow_but("gpt2", "vit")
+@pytest.mark.parametrize("name", slow_but(["vit"], ARCHITECTURES))
 def test_one_graph_where_the_float_model_is_one(name: str) -> None:
     if not ARCHITECTURES[name].compiles:
         pytest.skip("the float model is not one graph")

@@ -1,73 +1,41 @@
 """Tiny random models with adapters on quantized weights."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
-from qtorch import (
-    int4_weight_only,
-    int8_dynamic_activation_int8_weight,
-    int8_weight_only,
-    nf4_weight_only,
-    quantize_,
-)
+import qtorch
+from tests.zoo.architectures import built
 
 RECIPES = {
-    "int8": int8_weight_only(),
-    "int4": int4_weight_only(group_size=32),
-    "int8_dynamic": int8_dynamic_activation_int8_weight(),
-    "nf4": nf4_weight_only(group_size=32),
+    "int8": qtorch.int8_weight_only(),
+    "int4": qtorch.int4_weight_only(group_size=32),
+    "int8_dynamic": qtorch.int8_dynamic_activation_int8_weight(),
+    "nf4": qtorch.nf4_weight_only(group_size=32),
 }
 
 IDS = torch.randint(1, 128, (2, 8), generator=torch.Generator().manual_seed(5))
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
-OF_EXPERTS = {
-    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
-    "qwen3_moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16},
-    ),
-}
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+OF_EXPERTS = ("mixtral", "qwen3_moe")
 
 
-def llama(dtype: torch.dtype = torch.float32, **options: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **options})).to(dtype).eval()
+def llama(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return built("llama", **{**SIZES, **options})[0].to(dtype)
 
 
-def quantized_llama(recipe: str = "int8", dtype: torch.dtype = torch.float32, **options: Any) -> LlamaForCausalLM:
+def quantized_llama(recipe: str = "int8", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     model = llama(dtype, **options)
-    quantize_(model, {"lm_head": None, r".*": RECIPES[recipe]})
+    qtorch.quantize_(model, {"lm_head": None, r".*": RECIPES[recipe]})
     return model
 
 
 def moe(name: str, implementation: str = "grouped_mm") -> Any:
-    model_class, config_class, options = OF_EXPERTS[name]
-    torch.manual_seed(0)
-    return model_class(config_class(**{**SIZES, **options}, experts_implementation=implementation)).eval()
+    return built(name, **SIZES, experts_implementation=implementation)[0]
 
 
 def randomized(model: nn.Module, size: float = 0.05) -> nn.Module:
@@ -92,3 +60,13 @@ def output(model: Any, ids: Tensor = IDS) -> Tensor:
 def base_of(model: Any, layer: str) -> nn.Module:
     """The quantized module below an adapter."""
     return model.get_submodule(f"base_model.model.{layer}").get_base_layer()
+
+
+def merge_and_unmerge(model: Any, run: Callable[[], Tensor], tolerance: float = 1e-5) -> None:
+    """Merged weights give the outputs up to a tolerance, and weights that are unmerged the same bits."""
+    y = run()
+    for safe in (False, True):
+        model.merge_adapter(safe_merge=safe)
+        torch.testing.assert_close(run(), y, rtol=0, atol=tolerance)
+        model.unmerge_adapter()
+        assert torch.equal(run(), y)

@@ -1,8 +1,6 @@
 """Two gloo processes: the gradients of adapters under DistributedDataParallel and FSDP2 are those of one
 process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters initialized from the base weight: by the error of quantization, and by what PEFT has itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +75,6 @@ def test_iterations_of_loftq_change_the_base() -> None:
 
 
 def test_batches_lower_the_error_of_the_outputs() -> None:
-    torch.manual_seed(0)
     original = nn.Sequential(nn.Linear(64, 48, bias=False))
     base = nn.Sequential(nn.Linear(64, 48, bias=False))
     base.load_state_dict(original.state_dict())
@@ -106,7 +103,6 @@ class Others(nn.Module):
 
 
 def test_embeddings_and_convolutions() -> None:
-    torch.manual_seed(0)
     original, base = Others(), Others()
     base.load_state_dict(original.state_dict())
     quantize_(base, {"table": RECIPES["int4"], "conv": RECIPES["int4"]})
@@ -147,19 +143,17 @@ def test_dora_starts_at_the_float_weight() -> None:
 def test_errors_leave_the_model_as_it_was() -> None:
     original = llama()
     model = get_peft_model(quantized_llama("int4"), LoraConfig(r=4, target_modules=TARGETS))
-    before = output(model.eval())
-    state = original.state_dict()
-    with pytest.raises(ValueError, match=rf"no '{WEIGHT}'"):
-        initialize_from_quantization_error(model, {k: v for k, v in state.items() if k != WEIGHT})
-    with pytest.raises(ValueError, match="has shape"):
-        initialize_from_quantization_error(model, {**state, WEIGHT: torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match="no LoRA layer with an adapter 'x'"):
-        initialize_from_quantization_error(model, original, "x")
-    with pytest.raises(ValueError, match="no LoRA layer"):
-        initialize_from_quantization_error(original, original)
-    for options in ({"iterations": 0}, {"iterations": 2, "batches": [1]}):
-        with pytest.raises(ValueError, match="iterations must be"):
-            initialize_from_quantization_error(model, original, **options)
+    before, state = output(model.eval()), original.state_dict()
+    for arguments, options, words in [
+        ((model, {k: v for k, v in state.items() if k != WEIGHT}), {}, f"no '{WEIGHT}'"),
+        ((model, {**state, WEIGHT: torch.zeros(2, 2)}), {}, "has shape"),
+        ((model, original, "x"), {}, "no LoRA layer with an adapter 'x'"),
+        ((original, original), {}, "no LoRA layer"),
+        ((model, original), {"iterations": 0}, "iterations must be"),
+        ((model, original), {"iterations": 2, "batches": [1]}, "iterations must be"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            initialize_from_quantization_error(*arguments, **options)
     assert torch.equal(output(model), before)
     model.merge_adapter()
     with pytest.raises(ValueError, match="unmerge_adapter first"):

@@ -1,7 +1,5 @@
 """prepare_for_adapters, and what PEFT's own preparation does."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

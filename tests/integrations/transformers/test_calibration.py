@@ -15,6 +15,7 @@ from qtorch.calibration import auto, gptq, importance_weighted
 from qtorch.calibration.texts import token_batches
 from qtorch.integrations.transformers import QtorchConfig
 from tests.cli.tiny import save_llama
+from tests.every_recipe import slow_but
 from tests.integrations.transformers.tiny_models import (
     CASES,
     EXPERTS,
@@ -32,7 +33,7 @@ def batches(count: int = 3) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.randint(3, 64, (2, 16), generator=generator)} for _ in range(count)]
 
 
-@pytest.mark.parametrize("method", ["gptq", "auto", gptq])
+@pytest.mark.parametrize("method", slow_but([gptq], ["gptq", "auto", gptq]))
 def test_batches(method: Any, folder: Path) -> None:
     data = batches()
     model = load(folder, I4, calibration=data, calibration_method=method)

@@ -13,20 +13,22 @@ from qtorch.integrations.transformers import QtorchConfig
 from qtorch.training import convert, int8_mixed_precision_training, lsq, qat
 from tests.integrations.transformers.tiny_models import CASES, I4, I8, assert_same, build, load, quantized_names
 
-PROJECTIONS = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+LAYER = "model.layers.0"
+PROJECTIONS = {f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkvo"}
+PROJECTIONS |= {f"{LAYER}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 @pytest.mark.parametrize(
     ("recipe", "skipped", "quantized"),
     [
-        (I8, None, {f"model.layers.0.{name}.weight" for name in PROJECTIONS}),
+        (I8, None, PROJECTIONS),
         # What a mapping names is quantized though the default leaves it, but `modules_to_not_convert` wins.
         ({"lm_head": I8}, None, {"lm_head.weight"}),
-        ({"lm_head": I8, r".*": I4}, ["lm_head"], {f"model.layers.0.{name}.weight" for name in PROJECTIONS}),
+        ({"lm_head": I8, r".*": I4}, ["lm_head"], PROJECTIONS),
         (
             I8,
             [r".*\.self_attn", "mlp.up_proj"],
-            {"lm_head.weight", "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.down_proj.weight"},
+            {"lm_head.weight", *(f"{LAYER}.mlp.{n}_proj.weight" for n in ("gate", "down"))},
         ),
     ],
 )

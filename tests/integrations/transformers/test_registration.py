@@ -42,7 +42,7 @@ LOAD = (
 @pytest.mark.parametrize(
     "imports",
     [
-        "import qtorch\nfrom transformers import AutoModelForCausalLM\n",
+        pytest.param("import qtorch\nfrom transformers import AutoModelForCausalLM\n", marks=SLOW),
         "from transformers import AutoModelForCausalLM\nimport qtorch\n",
         pytest.param("import transformers, qtorch\nfrom transformers import AutoModelForCausalLM\n", marks=SLOW),
         # Asking where a module is does not use the hook up.
@@ -77,7 +77,8 @@ def test_in_threads(folder: Path) -> None:
     assert (done.returncode, "Exception in thread" in done.stderr) == (0, False), done.stderr
 
 
-@pytest.mark.parametrize("arguments", ["", pytest.param(", quantization_config=None", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", ["", ", quantization_config=None"])
 def test_without_qtorch_it_does_not_load_at_random(folder: Path, arguments: str) -> None:
     code = (
         "import sys\nfrom transformers import AutoModelForCausalLM\n"

@@ -9,14 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from qtorch import (
-    float8_weight_only,
-    int4_weight_only,
-    load_quantized,
-    nf4_weight_only,
-    quantize_,
-    uintx_weight_only,
-)
+import qtorch
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.accelerate import dispatch_model
 from qtorch.integrations.transformers import QtorchConfig
@@ -31,7 +24,7 @@ def test_load_save_load_save_load(tmp_path: Path, name: str) -> None:
     model = case.kind.from_pretrained(tmp_path / "float", quantization_config=QtorchConfig(case.recipe))
 
     wanted = case.kind.from_pretrained(tmp_path / "float")
-    quantize_(wanted, {**case.left, **case.recipe})
+    qtorch.quantize_(wanted, {**case.left, **case.recipe})
     assert_same(model, wanted)
     assert quantized_names(model)
 
@@ -48,7 +41,7 @@ def test_load_save_load_save_load(tmp_path: Path, name: str) -> None:
     assert torch.equal(run(name, twice), run(name, wanted))
 
     # And without transformers' loader.
-    assert_same(load_quantized(build(name), tmp_path / "one"), model)
+    assert_same(qtorch.load_quantized(build(name), tmp_path / "one"), model)
 
 
 @pytest.mark.slow
@@ -56,7 +49,7 @@ def test_load_save_load_save_load(tmp_path: Path, name: str) -> None:
 def test_every_recipe(tmp_path: Path, name: str) -> None:
     recipe = make(name, 32)
     model = build("llama")
-    quantize_(model, {"lm_head": None, r".*": recipe})
+    qtorch.quantize_(model, {"lm_head": None, r".*": recipe})
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert_same(loaded, model)
@@ -64,17 +57,17 @@ def test_every_recipe(tmp_path: Path, name: str) -> None:
     assert torch.equal(loaded(x).logits, model(x).logits)
 
 
-@pytest.mark.parametrize("recipe", [I8, int4_weight_only(group_size=32), nf4_weight_only(group_size=32)])
+@pytest.mark.parametrize("recipe", [I8, qtorch.int4_weight_only(group_size=32), qtorch.nf4_weight_only(group_size=32)])
 def test_a_base_model_loads_from_the_folder_of_a_model_with_a_head(tmp_path: Path, recipe: Any) -> None:
     model = build("llama")
-    quantize_(model, recipe)
+    qtorch.quantize_(model, recipe)
     model.save_pretrained(tmp_path)
     assert_same(type(model.model).from_pretrained(tmp_path), model.model)
 
 
 def test_dtype_casts_the_logical_dtype(tmp_path: Path) -> None:
     model = build("llama")
-    quantize_(model, {"lm_head": uintx_weight_only("uint4", group_size=32), r".*": I8})
+    qtorch.quantize_(model, {"lm_head": qtorch.uintx_weight_only("uint4", group_size=32), r".*": I8})
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {tensor.dtype for tensor in loaded.parameters()} == {torch.bfloat16}
@@ -85,7 +78,7 @@ def test_dtype_casts_the_logical_dtype(tmp_path: Path) -> None:
 
 def test_weights_of_another_dtype_than_the_model_keep_theirs(tmp_path: Path) -> None:
     model = build("llama")
-    quantize_(model, {r".*\.mlp\..*": I8})
+    qtorch.quantize_(model, {r".*\.mlp\..*": I8})
     model = model.to(torch.bfloat16)
     up = model.model.layers[0].mlp.up_proj
     up.weight = torch.nn.Parameter(up.weight.detach().to(torch.float16), requires_grad=False)
@@ -110,7 +103,7 @@ def test_device_map(tmp_path: Path, device_map: Any) -> None:
 def test_disk_is_refused_with_advice_that_works(tmp_path: Path, pre_quantized: bool) -> None:
     model = build("llama")
     if pre_quantized:
-        quantize_(model, I8)
+        qtorch.quantize_(model, I8)
     model.save_pretrained(tmp_path)
     config: dict[str, Any] = {} if pre_quantized else {"quantization_config": QtorchConfig(I8)}
     device_map = {"model": "cpu", "lm_head": "disk"}
@@ -128,7 +121,7 @@ def test_disk_is_refused_with_advice_that_works(tmp_path: Path, pre_quantized: b
 def test_folders_that_are_refused(tmp_path: Path) -> None:
     model = build("llama")
     kind = type(model)
-    quantize_(model, float8_weight_only())
+    qtorch.quantize_(model, qtorch.float8_weight_only())
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="not from a state dict"):
         kind.from_pretrained(None, config=type(model.config).from_pretrained(tmp_path), state_dict={})
@@ -145,7 +138,7 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
 
 def test_loaded_weights_are_aligned(tmp_path: Path) -> None:
     model = build("llama")
-    quantize_(model, replace(I4, group_size=8))
+    qtorch.quantize_(model, replace(I4, group_size=8))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     inner = [t for p in loaded.parameters() if isinstance(p, QuantizedTensor) for t in p.inner_tensors.values()]

@@ -9,28 +9,20 @@ from torch import Tensor
 
 pytest.importorskip("accelerate")
 
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only, quantize_
-from qtorch.training import (
-    convert,
-    int8_mixed_precision_training,
-    int8_weight_only_quantized_training,
-    lora_qat,
-    lsq,
-    qat,
-    scheduled_qat,
-)
-from tests.integrations.transformers.tiny_models import I8, TEXT, assert_same
+from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only, quantize_, training
+from tests.every_recipe import slow_but
+from tests.integrations.transformers.tiny_models import I8, assert_same, build
 
 INT4 = int8_dynamic_activation_int4_weight(group_size=32)
 RECIPES: dict[str, Any] = {
-    "int8_mixed_precision": int8_mixed_precision_training(),
-    "int8_weights": int8_weight_only_quantized_training(),
-    "qat": qat(INT4),
-    "scheduled_qat": scheduled_qat(INT4, start_step=1, freeze_step=5),
-    "lora_qat": lora_qat(INT4, rank=2),
-    "lsq": lsq(weight_bits=4, activation_bits=8),
+    "int8_mixed_precision": training.int8_mixed_precision_training(),
+    "int8_weights": training.int8_weight_only_quantized_training(),
+    "qat": training.qat(INT4),
+    "scheduled_qat": training.scheduled_qat(INT4, start_step=1, freeze_step=5),
+    "lora_qat": training.lora_qat(INT4, rank=2),
+    "lsq": training.lsq(weight_bits=4, activation_bits=8),
 }
 
 
@@ -44,8 +36,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def prepared(recipe: Any, tied: bool) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TEXT, tie_word_embeddings=tied))
+    model = build("tied_llama" if tied else "llama")
     quantize_(model, recipe)
     return model
 
@@ -70,22 +61,12 @@ def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(
-    ("name", "tied"),
-    [
-        ("int8_mixed_precision", False),
-        ("int8_weights", True),
-        ("qat", False),
-        ("lsq", True),
-        pytest.param("int8_mixed_precision", True, marks=pytest.mark.slow),
-        pytest.param("int8_weights", False, marks=pytest.mark.slow),
-        pytest.param("qat", True, marks=pytest.mark.slow),
-        pytest.param("scheduled_qat", False, marks=pytest.mark.slow),
-        # Its adapters are not for embeddings, so its head is untied.
-        pytest.param("lora_qat", False, marks=pytest.mark.slow),
-        pytest.param("lsq", False, marks=pytest.mark.slow),
-    ],
-)
+UNTIED = ("scheduled_qat", "lora_qat")
+CASES = [(name, tied) for name in RECIPES for tied in (False, True) if not tied or name not in UNTIED]
+"""The adapters of LoRA are not for embeddings, so its head is untied."""
+
+
+@pytest.mark.parametrize(("name", "tied"), slow_but([("int8_weights", True)], CASES))
 def test_train_resume_load_convert(tmp_path: Path, name: str, tied: bool) -> None:
     whole = trainer_of(prepared(RECIPES[name], tied), tmp_path / "run")
     whole.train()
@@ -107,7 +88,7 @@ def test_train_resume_load_convert(tmp_path: Path, name: str, tied: bool) -> Non
     }
 
     for each in (loaded, model):
-        quantize_(each, convert())
+        quantize_(each, training.convert())
     assert_same(loaded, model)
     loaded.save_pretrained(tmp_path / "served")
     served = LlamaForCausalLM.from_pretrained(tmp_path / "served")
@@ -120,17 +101,17 @@ def test_a_model_for_inference_is_not_trained_without_adapters(tmp_path: Path) -
         trainer_of(prepared(I8, False), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_load_into_another_model(tmp_path: Path) -> None:
     """In floating point, or quantized otherwise."""
-    recipe = int8_weight_only_quantized_training()
+    recipe = training.int8_weight_only_quantized_training()
     trainer_of(prepared(recipe, False), tmp_path).train()
-    torch.manual_seed(0)
-    for model in (LlamaForCausalLM(LlamaConfig(**TEXT)), prepared({r".*\.mlp\..*": recipe}, False)):
+    for model in (build("llama"), prepared({r".*\.mlp\..*": recipe}, False)):
         with pytest.raises(RuntimeError, match="size mismatch"):
             trainer_of(model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 def test_the_recipe_of_the_training_stays_after_convert() -> None:
-    model = prepared(qat(int8_weight_only()), False)
-    quantize_(model, convert())
-    assert model.config.quantization_config.recipe == qat(int8_weight_only())
+    model = prepared(training.qat(int8_weight_only()), False)
+    quantize_(model, training.convert())
+    assert model.config.quantization_config.recipe == training.qat(int8_weight_only())
