@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..primitives.granularity import PerAxis
-from ..primitives.spec import Scheme
+from ..primitives import PerAxis, Scheme
 from .custom_ops import opaque
 from .linear.scaled import INTEGERS
+from .ops import portable, quantize
 from .ops.int8_grouped_mm import int8_grouped_mm
-from .ops.portable import dequantized_weight, fake_quantized
-from .ops.quantize import quantize_dynamic
 from .registry import Problem, QuantizedWeight, register
 
 Size = int | Sequence[int]
@@ -53,11 +51,7 @@ def prepare_conv(
 ) -> tuple[Tensor, Window]:  # fmt: skip
     """Check the arguments of a convolution, called `name` in errors, of x (B, C, *sizes), `ndim` of them, with a weight
     of the shape (N, C / groups, *kernel). Returns x, padded where ``padding='same'`` needs more at one end than at the
-    other, and the window.
-
-    Raises:
-        ValueError: the arguments do not fit each other.
-    """
+    other, and the window; `ValueError` where the arguments do not fit each other."""
     if len(weight) != ndim + 2 or x.dim() != ndim + 2:
         raise ValueError(
             f"{name} takes an input of {ndim + 1} or {ndim + 2} axes and a weight of {ndim + 2}, got shapes "
@@ -220,9 +214,9 @@ def _is_whole(problem: Problem) -> str | None:
 def portable_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """`dequantized_conv` by operators of torch alone; a static activation is quantized and dequantized before it."""
     _, stride, padding, dilation, groups = window
-    values = dequantized_weight(weight, x.dtype)
+    values = portable.dequantized_weight(weight, x.dtype)
     values = values if values.dim() > 2 else from_matrix(values, weight.scheme.shape).contiguous()
-    real = x if weight.scheme.activation is None else fake_quantized(x, weight).to(x.dtype)
+    real = x if weight.scheme.activation is None else portable.fake_quantized(x, weight).to(x.dtype)
     return CONVOLUTIONS[len(window.kernel)](real, values, bias, stride, padding, dilation, groups)
 
 
@@ -328,7 +322,7 @@ def _supports(problem: Problem) -> str | None:
 )
 def image_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """(B, N, *positions) in the dtype of x (B, C, *sizes)."""
-    xq, xs, xz = quantize_dynamic(x.flatten(1), weight.scheme.activation)
+    xq, xs, xz = quantize.quantize_dynamic(x.flatten(1), weight.scheme.activation)
     codes = xq.reshape(x.shape)
     if is_channels_last(x):
         codes = codes.movedim(1, -1).contiguous().movedim(-1, 1)

@@ -9,8 +9,6 @@ guard and no batch size a recompilation. `Library.define` + `impl` costs about 1
 for a function that a compiler traces.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@
 The index of experts is read on the device, so the call can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -24,15 +22,9 @@ from .weight_only import weight_arguments
 
 @opaque(lambda x, experts, qdata, *_: x.new_empty(experts.numel(), qdata.shape[1]))
 def cuda_experts_mm(
-    x: Tensor,
-    experts: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    middle: float,
+    x: Tensor, experts: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float,
     domain: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The equation above, x in floating point: (T * R, N) in the dtype of x.
 
     Args:
@@ -49,16 +41,9 @@ def cuda_experts_mm(
 
 @opaque(lambda xq, experts, xs, xz, qdata, *rest: xq.new_empty(experts.numel(), qdata.shape[1], dtype=rest[-1]))
 def cuda_experts_int8_mm(
-    xq: Tensor,
-    experts: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, experts: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None,
+    weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """The equation above with both operands in codes; the equation and the bits of `int8_grouped_mm`.
 
     Args:

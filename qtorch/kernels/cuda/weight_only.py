@@ -5,29 +5,20 @@
 Codes are read as the layout stores them; `triton/intx_weight_mm.py` has the variants of the computation.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
 
-from .. import features
-from ..custom_ops import opaque
+from .. import custom_ops, features
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, from_rows, needs_clear_width, needs_floats, needs_matrix, needs_rows, register, to_rows
 
 
-@opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
+@custom_ops.opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
 def cuda_weight_mm(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    middle: float,
-    domain: str,
+    x: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float, domain: str,
     bias: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The equation above.
 
     Args:

@@ -79,16 +79,9 @@ def _block_sparse_mm(
 
 
 def block_sparse_mm(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    qdata: Tensor,
-    columns: Tensor,
-    ws: Tensor,
-    weight_dtype: str,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: str,
+    dtype: torch.dtype, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The equation at the top of the file.
 
     Args:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...custom_ops import note
-from .launch import FLOATS, check_device, check_matrix, check_seed, check_shape, next_power_of_two
+from .launch import FLOATS, check_device, check_matrix, check_seed, check_shape
 from .quantize import TINY, WHOLE_ROW, codes_of, magnitude_bits, scale_of
 
 
@@ -75,7 +75,7 @@ def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
     """
     _check("update_bf16", w, u, seed, torch.bfloat16)
     if w.numel():
-        block = min(2048, next_power_of_two(w.shape[1]))
+        block = min(2048, triton.next_power_of_2(w.shape[1]))
         _update_bf16[(w.shape[0], triton.cdiv(w.shape[1], block))](
             w, u, seed, alpha, w.shape[1], *w.stride(), *u.stride(), block, num_warps=max(1, block // 256),
             enable_fp_fusion=False,
@@ -97,7 +97,7 @@ def update_int8(q: Tensor, scale: Tensor, u: Tensor, alpha: float, seed: Tensor)
             f"{q.stride()}, shape {tuple(q.shape)}, scales of {scale.dtype} with strides {scale.stride()}"
         )
     if q.numel():
-        block = next_power_of_two(q.shape[1])
+        block = triton.next_power_of_2(q.shape[1])
         _update_int8[(q.shape[0],)](
             q, scale, u, seed, alpha, q.shape[1], q.stride(0), *u.stride(), TINY, block,
             num_warps=max(1, min(16, block // 512)), enable_fp_fusion=False,
