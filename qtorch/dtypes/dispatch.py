@@ -1,7 +1,5 @@
 """Tables of the torch functions and aten operators that quantized tensors implement, filled by decorators."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +21,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """torch function or method -> replacement of the same signature."""
 
 TRACED_VIEWS: dict[Any, Callable[..., Any]] = {}
-"""torch function -> what runs in its place on a frozen weight while torch.export traces; see `traced_views`."""
+"""torch function -> what runs in its place on a frozen weight while torch.export traces; see `views`."""
 
 OTHER_VIEWS = {Tensor.movedim, Tensor.permute, Tensor.flatten, torch.movedim, torch.permute, torch.flatten}
 """Views that weights in training have beside those."""

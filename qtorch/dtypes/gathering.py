@@ -9,8 +9,6 @@ FSDP2 takes shards of different sizes only if what they send has the padded size
 tensor of that size, with elements wide enough for the bytes of all of its inner tensors.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ module, is an error. `nn.Parameter` and `load_state_dict(assign=True)`, which pa
 parameter, make frozen parameters.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,9 +130,7 @@ class _Identity:
 @implements_function(Tensor.untyped_storage)
 def untyped_storage(tensor: QuantizedTensor) -> Any:
     """The storage without memory (`base.make_wrapper`), for torch itself, which describes storages when it traces.
-
-    `IDENTIFIERS` get what they compare: the address of `data_ptr`, and the number of bytes.
-    """
+    `IDENTIFIERS` get what they compare: the address of `data_ptr`, and the number of bytes."""
     caller = calling_package()
     if caller in IDENTIFIERS:
         return _Identity(next(iter(tensor.inner_tensors.values())).data_ptr(), tensor.nbytes)

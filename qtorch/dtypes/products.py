@@ -81,10 +81,8 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N).
-
-    Rows offs[e - 1] to offs[e] are multiplied by matrix e; the result is zero after the last offset.
-    """
+    """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N). Rows offs[e - 1] to offs[e]
+    are multiplied by matrix e; the result is zero after the last offset."""
     shape = mat_b.shape
     if not isinstance(mat_b, QuantizedTensor) or mat_a.dim() != 2 or offs is None or bias is not None:
         raise ValueError(
