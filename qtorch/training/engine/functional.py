@@ -159,10 +159,9 @@ def attention_by(
 
 def conv_by(product: Product, ndim: int, *args: Any, **kwargs: Any) -> Tensor:
     """`F.conv1d`, `F.conv2d` or `F.conv3d` of these arguments, as a contraction over (kernel position, input channel).
-
     Windows of the input are gathered into rows, one for each output position, so that a scale per row is one for each
-    window; the weight is a matrix (N, T * C), so that one per row is one for each output channel. See `kernels.im2col`.
-    """
+    window; the weight is a matrix (N, T * C), so that one per row is one for each output channel. See
+    `kernels.conv`."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
         matrices = to_matrix(weight).chunk(window.groups, 0)
@@ -184,16 +183,10 @@ def conv_transpose_by(
     dilation: Size = 1,
 ) -> Tensor:
     """`F.conv_transpose1d`, `2d` or `3d` of these arguments: the convolution of the input with zeros between its
-    elements, and the weight flipped along its kernel.
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
+    elements, and the weight flipped along its kernel; `ValueError` where the shapes do not fit."""
     if input.dim() == ndim + 1:
-        batch = input.unsqueeze(0)
-        return conv_transpose_by(
-            product, ndim, batch, weight, bias, stride, padding, output_padding, groups, dilation
-        ).squeeze(0)
+        options = (stride, padding, output_padding, groups, dilation)
+        return conv_transpose_by(product, ndim, input.unsqueeze(0), weight, bias, *options).squeeze(0)
     if input.dim() != ndim + 2 or weight.dim() != ndim + 2 or input.shape[1] != weight.shape[0]:
         raise ValueError(
             f"conv_transpose{ndim}d: an input of shape {tuple(input.shape)} does not fit a weight of shape "

@@ -5,8 +5,6 @@ none that it knows: an integer operand, or a weight that is quantized or in trai
 then. The sums of `addmm` and its kin, biases and softmax stay in floating point.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -171,18 +171,10 @@ class LowBitAdam(torch.optim.Optimizer):
         number = int(state["step"].item())
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         rounds = group["bf16_stochastic_round"] and local.dtype == torch.bfloat16
-        step = AdamStep(
-            form_of(parameter, group),
-            beta1,
-            beta2,
-            group["eps"],
-            1 - lr * decay if self.decoupled else 1.0,
-            0.0 if self.decoupled else decay,
-            lr / (1 - beta1**number),
-            (1 - beta2**number) ** -0.5,
-            key_of(number, index) if rounds else None,
-            first_element(parameter) if rounds else 0,
-        )
+        decays = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
+        corrections = lr / (1 - beta1**number), (1 - beta2**number) ** -0.5
+        noise = (key_of(number, index), first_element(parameter)) if rounds else (None, 0)
+        step = AdamStep(form_of(parameter, group), beta1, beta2, group["eps"], *decays, *corrections, *noise)
         blocks = flat_blocks(parameter.shape, local, group["block_size"])
         moments = [as_moment(state[name]) for name in names]
         if is_sharded(grad):

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ...kernels.registry import scale_per_row
 from ...model.weight_kinds import WeightKind
-from ...primitives import AbsMeanRule, FixedRangeRule, PerTensor, QuantSpec, ZeroPointDomain, qdtype
-from ...primitives.layouts.packed import pack_codes
-from ...primitives.spec import Scheme
+from ...primitives import AbsMeanRule, FixedRangeRule, PerTensor, QuantSpec, Scheme, ZeroPointDomain, qdtype
+from ...primitives.layouts import pack_codes
 from ...recipes.base import register_recipe
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from ..engine.numerics import int8, integer
@@ -51,11 +50,9 @@ class BitnetTraining(TrainingRecipe):
 
 
 class BitnetWeight(MasterWeight):
-    """A `MasterWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits.
-
-    The scale is the mean over all shards: one all-reduce each time a weight is gathered, or one a step for all weights
-    by `precompute_bitnet_scale_for_fsdp`.
-    """
+    """A `MasterWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits. The scale is the mean over
+    all shards: one all-reduce each time a weight is gathered, or one a step for all weights by
+    `precompute_bitnet_scale_for_fsdp`."""
 
     _precomputed: tuple[int, Tensor] | None = None
 
