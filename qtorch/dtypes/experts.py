@@ -123,13 +123,10 @@ def one_by_one(input: Tensor, weight: Any, experts: Tensor) -> Tensor:
 # --- the portable kernel ---
 
 
-@registry.register(
-    "grouped_linear",
-    spec=None,
-    rotated=True,
-    priority=10,
-    note="a linear layer for each expert, found by reading the index on the host",
-)
+NOTE = "a linear layer for each expert, found by reading the index on the host"
+
+
+@registry.register("grouped_linear", spec=None, rotated=True, priority=10, note=NOTE)
 def experts_as_linear_layers(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
     """`grouped_linear` with any weight, by the kernels of linear layers."""
     if not torch.compiler.is_compiling():

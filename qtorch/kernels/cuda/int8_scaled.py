@@ -12,10 +12,11 @@ from torch import Tensor
 
 from .. import features
 from ..custom_ops import implement, note, opaque, portable
-from ..linear.scaled import INTEGERS, supports_int32
+from ..linear.scaled import supports_int32
 from ..ops import int_matmul, quantize
 from ..ops.int8_grouped_mm import int8_grouped_mm
-from ..registry import Problem, from_rows, needs_clear_width, needs_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_clear_width, needs_rows, to_rows
+from .weight_only import reads_integers
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
 
@@ -68,16 +69,7 @@ def _supports(problem: Problem) -> str | None:
     return needs_rows(problem) or needs_clear_width(problem) or features.cuda_lacks("triton") or supports_int32(problem)
 
 
-@register(
-    "linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    activation=("int8",),
-    device="cuda",
-    priority=30,
-    supports=_supports,
-    name="cuda_int8_mm",
-)
+@reads_integers("linear", activation=("int8",), supports=_supports, name="cuda_int8_mm")
 def cuda_int8_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     rows = to_rows(x)

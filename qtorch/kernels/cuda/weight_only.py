@@ -5,6 +5,7 @@
 Codes are read as the layout stores them; `triton/intx_weight_mm.py` has the variants of the computation.
 """
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -56,16 +57,11 @@ def _supports(problem: Problem) -> str | None:
     return None
 
 
-@register(
-    "linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    activation=(),
-    device="cuda",
-    priority=30,
-    supports=_supports,
-    name="cuda_weight_mm",
-)
+reads_integers = functools.partial(register, layout=("plain", "packed"), weight=INTEGERS, device="cuda", priority=30)
+"""`register` of kernels by Triton for integer weights, packed or not."""
+
+
+@reads_integers("linear", activation=(), supports=_supports, name="cuda_weight_mm")
 def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only integer scheme."""
     fused = bias if bias is not None and bias.dtype == x.dtype else None

@@ -16,9 +16,10 @@ from torch.nn.functional import pad
 
 from ...primitives import ZeroPointDomain, qdtype
 from ...primitives.layouts.tensor_core_tiled import cpu_packing, unpack_cpu, unpack_cuda
-from .. import features, registry
+from .. import features
 from ..custom_ops import implement, note, opaque, portable
 from ..ops.weight_only_mm import CodeNumerics, multiply_codes
+from ..registry import Problem, from_rows, register, to_rows
 
 MAX_ROWS = {True: 64, False: 1 << 30}  # of x for the packed product on CPU, by whether it has bf16 products
 ROW_TILE = 64  # rows that are unpacked together: a multiple of the blocks of either device
@@ -66,22 +67,25 @@ def _rows(qdata: Tensor, start: int, stop: int) -> Tensor:
     return codes[start - first * ROW_TILE : stop - first * ROW_TILE]
 
 
-def _supports(problem: registry.Problem) -> str | None:
+def _supports(problem: Problem) -> str | None:
     return None if problem.device in ("cpu", "cuda") and not torch.version.hip else "runs on CPU and CUDA"
 
 
-@registry.register(
+NOTE = "bf16 inputs: scales and zero points are rounded to bf16"
+
+
+@register(
     "linear",
     layout="tensor_core_tiled",
     activation=(),
     priority=10,
     supports=_supports,
-    note="bf16 inputs: scales and zero points are rounded to bf16",
+    note=NOTE,
     name="int4_tiled_mm",
 )
 def int4_tiled_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with a weight in the tiled layout."""
     n, k = weight.scheme.shape
     group = weight.scheme.weight.block_size((n, k))[1]
-    y = int4_tiled_mm(registry.to_rows(x), weight.qdata, weight.scale_and_zero, n, group)
-    return registry.from_rows(y, x, bias)
+    y = int4_tiled_mm(to_rows(x), weight.qdata, weight.scale_and_zero, n, group)
+    return from_rows(y, x, bias)

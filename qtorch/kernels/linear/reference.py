@@ -18,7 +18,7 @@ from torch.nn import functional
 from ...primitives.granularity import block_of
 from ..ops import int_matmul, quantize
 from ..ops.int8_grouped_mm import EXACT_TERMS, is_at_most, without_large
-from ..ops.portable import dequantized_weight, fake_quantized, quantize_portably
+from ..ops.portable import NOTE, dequantized_weight, fake_quantized, quantize_portably
 from ..registry import REFERENCE, Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 from .scaled import INTEGERS, supports
 
@@ -77,14 +77,7 @@ def _integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: 
     return total * up
 
 
-@register(
-    "linear",
-    layout="portable",
-    spec=None,
-    priority=100,
-    supports=needs_matrix,
-    note="operators of torch alone, for export: it dequantizes the weight on each call",
-)
+@register("linear", layout="portable", spec=None, priority=100, supports=needs_matrix, note=NOTE)
 def portable_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any scheme."""
     scheme = weight.scheme

@@ -7,6 +7,7 @@ Everywhere else a slice of the weight is unpacked and multiplied at a time, as f
 activations that gives the same bits. There sparsity saves memory only, and unpacking costs time.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,15 +81,11 @@ def _per_row(scale: Tensor, rows: int) -> bool:
     return scale.shape[1] == 1 and scale.shape[0] in (1, rows)
 
 
-@register(
-    "linear",
-    layout="semi_sparse",
-    weight=("int8",),
-    activation=("int8",),
-    priority=20,
-    supports=supports_rows,
-    note="on CPU it saves memory and costs time: codes are unpacked on each call",
-)
+NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
+_register = functools.partial(register, "linear", layout="semi_sparse", supports=needs_matrix)
+
+
+@_register(weight=("int8",), activation=("int8",), priority=20, supports=supports_rows, note=NOTE)
 def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     xq, xs, xz = quantize.quantize_input(to_rows(x), weight)
@@ -101,19 +98,8 @@ def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> T
     return from_rows(y, x, bias)
 
 
-@register(
-    "linear", layout="semi_sparse", activation=("float8_e4m3fn",), device="cuda", priority=20, supports=needs_matrix
-)
-@register(
-    "linear",
-    layout="semi_sparse",
-    activation=("float8_e4m3fn",),
-    priority=10,
-    supports=needs_matrix,
-    note=EMULATED,
-    emulates=True,
-    name="emulated_semi_sparse_mm",
-)
+@_register(activation=("float8_e4m3fn",), device="cuda", priority=20)
+@_register(activation=("float8_e4m3fn",), priority=10, note=EMULATED, emulates=True, name="emulated_semi_sparse_mm")
 def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, multiply the codes, then the scales in fp32."""
     scheme, qdata, ws = weight.scheme, weight.qdata, weight.dense_scale()
@@ -127,14 +113,7 @@ def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) ->
     return from_rows(y.to(x.dtype), x, bias)
 
 
-@register(
-    "linear",
-    layout="semi_sparse",
-    activation=(),
-    priority=10,
-    supports=needs_matrix,
-    note="unpacks and dequantizes on each call: it saves memory and costs time",
-)
+@_register(activation=(), priority=10, note="unpacks and dequantizes on each call: it saves memory and costs time")
 def semi_sparse_weight_only_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with an input in floating point."""
     scheme, ws = weight.scheme, weight.dense_scale()

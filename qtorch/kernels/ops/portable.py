@@ -17,6 +17,8 @@ from ...primitives.layouts.portable import is_per_row
 from ..custom_ops import portable
 from . import quantize
 
+NOTE = "operators of torch alone, for export: it dequantizes the weight on each call"
+
 
 def decomposed() -> Any:
     """``torch.ops.quantized_decomposed``, defined by a module of torch that takes 30 ms to import."""

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ...dtypes.conv import convolution, with_bias
 from ...dtypes.products import Product, batched, einsum_by
-from ...kernels.conv import Size, Window, both_ends, multiply_windows, to_matrix
+from ...kernels.conv import Size, Window, both_ends, multiply_windows, per_axis, to_matrix
 from .contraction import contraction
 from .gemm_spec import TrainingSpec
 
@@ -192,7 +192,7 @@ def conv_transpose_by(
             f"conv_transpose{ndim}d: an input of shape {tuple(input.shape)} does not fit a weight of shape "
             f"{tuple(weight.shape)}, (C, N / groups, *kernel)"
         )
-    steps, ends, extra, spread = (_sizes(each, ndim) for each in (stride, padding, output_padding, dilation))
+    steps, ends, extra, spread = (per_axis(each, ndim) for each in (stride, padding, output_padding, dilation))
     kernel = weight.shape[2:]
     for axis, step in enumerate(steps, 2):
         if step > 1:  # zeros between the elements
@@ -206,10 +206,6 @@ def conv_transpose_by(
     # (C, N / groups, *kernel) -> (N, C / groups, *kernel)
     flipped = weight.flip(tuple(range(2, ndim + 2))).unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
     return conv_by(product, ndim, pad(input, widths), flipped, bias, 1, 0, dilation, groups)
-
-
-def _sizes(value: Size, ndim: int) -> tuple[int, ...]:
-    return (value,) * ndim if isinstance(value, int) else tuple(value) * (ndim if len(value) == 1 else 1)
 
 
 class Convolution(Protocol):

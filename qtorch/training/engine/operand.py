@@ -98,7 +98,7 @@ class ContractionState:
     static: tuple[str, ...] = ()
     active: bool = True
     observes: bool = False
-    repeats: bool = False
+    repeats: bool = True
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
         """The range of an operand such as ``"output.lhs"``, whose values, padded to whole blocks, are `x`; None if its
@@ -108,13 +108,7 @@ class ContractionState:
         """How the parts of a product such as ``"output"`` become the whole of it; None: it is whole."""
 
 
-class Stateless(ContractionState):
-    """Scales are those of each call, products are whole."""
-
-    repeats = True
-
-
-STATELESS = Stateless()
+STATELESS = ContractionState()
 
 
 def observed(x: Tensor, operand: str, spec: QuantSpec | None, state: ContractionState) -> None:

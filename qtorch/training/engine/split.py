@@ -39,6 +39,7 @@ class Split(ContractionState):
     group: Any
     axis: str
     length: int
+    repeats = False
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
         axis = AXES[operand].find(self.axis)

@@ -149,16 +149,14 @@ class LowBitAdam(torch.optim.Optimizer):
                 index += 1
         return loss
 
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the moments that each parameter of a group has, as in `torch.optim.Adam`."""
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-
     def _update(self, parameter: Tensor, index: int, group: dict[str, Any], lr: float) -> None:
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse:
             raise RuntimeError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam")
-        state, names = self.state[parameter], self.moment_names(group)
+        state, names = self.state[parameter], ["exp_avg", "exp_avg_sq"]
+        if group["amsgrad"]:
+            names.append("max_exp_avg_sq")
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         for name in names:

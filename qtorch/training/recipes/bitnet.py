@@ -108,11 +108,9 @@ def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
 
 def _global_mean(shards: list[Tensor], counts: list[int], mesh: Any) -> Tensor:
     """Mean magnitude of each tensor over all its shards, fp32, in one all-reduce."""
-    import torch.distributed as dist
-
     sums = torch.stack([shard.float().abs().sum() for shard in shards])
     # With a mesh of two axes, replicas hold equal shards: the last axis has all of them.
-    dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
+    torch.distributed.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
     return (sums / sums.new_tensor(counts)).clamp(min=torch.finfo(torch.float32).tiny)
 
 

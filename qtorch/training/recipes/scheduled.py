@@ -29,6 +29,8 @@ class ScheduledContraction(Schedule, ContractionState):
     """The state of one contraction: its step, and the ranges of its static operands, made when they are first seen. The
     count is also a Python number: reading a buffer of a device would wait for it."""
 
+    repeats = False
+
     def __init__(self, schedule: QuantizationSchedule) -> None:
         super().__init__(schedule.start_step, schedule.freeze_step)
         self.schedule, self.static = schedule, schedule.static

@@ -65,14 +65,7 @@ def _check(op: str, w: Tensor, u: Tensor, seed: Tensor, dtype: torch.dtype, scal
 
 
 def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
-    """w += alpha * u, rounded stochastically to bf16.
-
-    Args:
-        w: (M, K) bf16, changed in place.
-        u: (M, K) fp32, fp16 or bf16.
-        alpha: a number.
-        seed: int64 (1,) on the device of w.
-    """
+    """See `stochastic_update_bf16_`; `seed` is an int64 (1,) on the device of w."""
     _check("update_bf16", w, u, seed, torch.bfloat16)
     if w.numel():
         block = min(2048, triton.next_power_of_2(w.shape[1]))
@@ -83,13 +76,7 @@ def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
 
 
 def update_int8(q: Tensor, scale: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
-    """q * scale += alpha * u, with a new scale for each row and codes rounded stochastically.
-
-    Args:
-        q: (M, K) int8, changed in place; its rows contiguous, of at most 16384 elements.
-        scale: (M, 1) fp32, contiguous, changed in place.
-        u, alpha, seed: see `update_bf16`.
-    """
+    """See `stochastic_update_int8_`; scales and rows are contiguous, rows of at most 16384 codes."""
     _check("update_int8", q, u, seed, torch.int8, scale)
     if q.stride(1) != 1 or not scale.is_contiguous() or scale.dtype != torch.float32 or q.shape[1] > WHOLE_ROW:
         raise ValueError(

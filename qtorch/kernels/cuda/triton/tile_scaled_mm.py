@@ -80,13 +80,7 @@ def _tile_scaled_mm(
 
 
 def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The equation at the top of the file.
-
-    Args:
-        a: (M, K) int8 or float8.  b: (N, K) of the same dtype. Any strides; row-major is fast.
-        a_scale: (M / R, T) fp32 and b_scale: (N / S, T) fp32, R dividing M, S dividing N, T dividing K.
-        dtype: of the result: fp32, fp16 or bf16.
-    """
+    """See `tile_scaled_mm` of `ops.block_mm`; any strides, row-major is fast."""
     op = "tile_scaled_mm"
     check_matrix(op, "a", a, CODES)
     check_matrix(op, "b", b, (a.dtype,))
