@@ -4,15 +4,13 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.registry import fresh
-from ..primitives.tracing import run_on_constants, transforms_active
-
-F = TypeVar("F", bound=Callable[..., Any])
+from ..primitives.tracing import F, run_on_constants, transforms_active
 
 ATEN: dict[Any, Callable[..., Any]] = {}
 """aten overload -> handler(func, args, kwargs)."""

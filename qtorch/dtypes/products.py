@@ -125,7 +125,8 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
 def inlined(function: Any) -> FunctionType:
     """A copy of a Python function of torch that runs its body, and so dispatches the functions that it calls, instead
     of being dispatched to `__torch_function__` itself."""
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    off = lambda _: False  # noqa: E731
+    names = {**function.__globals__, "has_torch_function": off, "has_torch_function_unary": off}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -13,13 +13,12 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..primitives.tracing import are_active, one_by_one
+from ..primitives.tracing import F, are_active, one_by_one
 
-F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 
 # Types of arguments that need no look.

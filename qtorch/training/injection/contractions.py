@@ -263,19 +263,9 @@ FUNCTIONS: dict[Any, Function] = {
 """torch function -> the same by products of two matrices."""
 
 
-def _backward(
-    self: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
-
-
 INLINED: dict[Any, Callable[..., Any]] = {
     functional.multi_head_attention_forward: inlined(functional.multi_head_attention_forward),
-    Tensor.backward: _backward,
+    Tensor.backward: inlined(Tensor.backward),
     torch.autograd.backward: inlined(torch.autograd.backward),
     torch.autograd.grad: inlined(torch.autograd.grad),
 }

@@ -28,8 +28,6 @@ from ...primitives.fake_quant import zero_point_code
 from ...primitives.qparams import min_max
 from .fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
 
-MinMax = tuple[Tensor, Tensor]
-
 
 class Quantizer(QuantizationState):
     """Base of the quantizers.
@@ -269,6 +267,6 @@ class ObservedRange(Quantizer):
         low, high = mean_over_ranks(torch.stack(min_max(rows, self.spec.block_size(rows.shape))))
         self._set_range(self.observer.follow((self.min_val, self.max_val), (low, high)))
 
-    def _set_range(self, extremes: MinMax) -> None:
+    def _set_range(self, extremes: tuple[Tensor, Tensor]) -> None:
         self.min_val.copy_(extremes[0])
         self.max_val.copy_(extremes[1])
