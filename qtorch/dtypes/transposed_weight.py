@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @jsonable
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class PaddedScheme(matrix_weight.MatrixScheme):
     """Scheme of a weight (..., N, K) that is held as (..., N, K + padding)."""
 
@@ -43,9 +43,6 @@ class PaddedScheme(matrix_weight.MatrixScheme):
                 f"{self.shape} and {self.padding!r:.40}"
             )
 
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.padding == other.padding  # type: ignore[attr-defined]
-
     def __hash__(self) -> int:
         return super().__hash__()
 
@@ -58,8 +55,6 @@ class PaddedScheme(matrix_weight.MatrixScheme):
 @dataclass(frozen=True, eq=False)
 class TransposedScheme(PaddedScheme):
     """Scheme of a weight (..., K, N) that is held as (..., N, K + padding)."""
-
-    __hash__ = PaddedScheme.__hash__
 
     @property
     def codes_shape(self) -> tuple[int, ...]:

@@ -165,11 +165,7 @@ def _codes(
 
 
 def _selected(
-    tensor: Any,
-    axis: int,
-    count: int,
-    of_codes: Callable[[Tensor], Tensor],
-    of_scale: Callable[[Tensor], Tensor],
+    tensor: Any, axis: int, count: int, of_codes: Callable[[Tensor], Tensor], of_scale: Callable[[Tensor], Tensor]
 ) -> Any:
     """`count` elements along an axis, by what selects them from codes, and from scales and zero points."""
     shape, pattern = tensor.scheme.shape, _pattern(tensor)

@@ -115,18 +115,10 @@ def quantized_grouped_mm(mat_a: Tensor, mat_b: Tensor, spec: TrainingSpec, offs:
 
 
 def attention_by(
-    scores: Product,
-    values: Product,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    scores: Product, values: Product, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """`F.scaled_dot_product_attention` of these arguments, its two products by `scores` and `values`:
 
         scores[q, k] = sum_d query[q, d] key[k, d]          values  y[q, e] = sum_k p[q, k] value[k, e]
@@ -171,17 +163,9 @@ def conv_by(product: Product, ndim: int, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def conv_transpose_by(
-    product: Product,
-    ndim: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    groups: int = 1,
-    dilation: Size = 1,
-) -> Tensor:
+    product: Product, ndim: int, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: Size = 1, padding: Size = 0, output_padding: Size = 0, groups: int = 1, dilation: Size = 1,
+) -> Tensor:  # fmt: skip
     """`F.conv_transpose1d`, `2d` or `3d` of these arguments: the convolution of the input with zeros between its
     elements, and the weight flipped along its kernel; `ValueError` where the shapes do not fit."""
     if input.dim() == ndim + 1:
@@ -212,33 +196,18 @@ class Convolution(Protocol):
     """`F.conv1d`, `F.conv2d` or `F.conv3d` with the spec of its three matmuls."""
 
     def __call__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        spec: TrainingSpec,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size | str = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-    ) -> Tensor: ...
+        self, input: Tensor, weight: Tensor, spec: TrainingSpec, bias: Tensor | None = None,
+        stride: Size = 1, padding: Size | str = 0, dilation: Size = 1, groups: int = 1,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class Transposed(Protocol):
     """`F.conv_transpose1d`, `2d` or `3d` with the spec of its three matmuls."""
 
     def __call__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        spec: TrainingSpec,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size = 0,
-        output_padding: Size = 0,
-        groups: int = 1,
-        dilation: Size = 1,
-    ) -> Tensor: ...
+        self, input: Tensor, weight: Tensor, spec: TrainingSpec, bias: Tensor | None = None,
+        stride: Size = 1, padding: Size = 0, output_padding: Size = 0, groups: int = 1, dilation: Size = 1,
+    ) -> Tensor: ...  # fmt: skip
 
 
 def _quantized(by: Callable[..., Tensor], name: str, axes: str, weight: str) -> Any:

@@ -233,6 +233,8 @@ def _multi_dot(call: Call, tensors: Sequence[Tensor], *, out: Tensor | None = No
     return y
 
 
+TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+
 FUNCTIONS: dict[Any, Function] = {
     functional.linear: _linear,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul), _matmul),
@@ -250,12 +252,8 @@ FUNCTIONS: dict[Any, Function] = {
     torch.einsum: _einsum,
     torch.linalg.multi_dot: _multi_dot,
     functional.bilinear: _bilinear,
-    functional.conv1d: _conv(conv_by, "conv1d"),
-    functional.conv2d: _conv(conv_by, "conv2d"),
-    functional.conv3d: _conv(conv_by, "conv3d"),
-    functional.conv_transpose1d: _conv(conv_transpose_by, "conv_transpose1d"),
-    functional.conv_transpose2d: _conv(conv_transpose_by, "conv_transpose2d"),
-    functional.conv_transpose3d: _conv(conv_transpose_by, "conv_transpose3d"),
+    **{getattr(functional, name): _conv(conv_by, name) for name in ("conv1d", "conv2d", "conv3d")},
+    **{getattr(functional, name): _conv(conv_transpose_by, name) for name in TRANSPOSED},
     functional.scaled_dot_product_attention: _attention,
     torch._grouped_mm: _grouped_mm,
     **({functional.grouped_mm: _grouped_mm} if hasattr(functional, "grouped_mm") else {}),

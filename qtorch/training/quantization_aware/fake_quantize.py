@@ -66,11 +66,7 @@ class Quantization(Protocol):
 
 
 def fake_quantized_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    quantization: Quantization,
-    split: ContractionState = STATELESS,
+    input: Tensor, weight: Tensor, bias: Tensor | None, quantization: Quantization, split: ContractionState = STATELESS
 ) -> Tensor:
     """`F.linear` with the value that the converted weight will give, differentiable in all three.
 

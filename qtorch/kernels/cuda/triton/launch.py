@@ -140,13 +140,8 @@ class WeightArguments(GroupedCodes):
         zero_point = scale if zero_point is None else zero_point
         self.pointers = (self.qdata, scale, zero_point)
         self.sizes = (k, self.segment)
-        self.steps = (
-            self.qdata.stride(0),
-            row_step(scale),
-            scale.stride(1),
-            row_step(zero_point),
-            zero_point.stride(1),
-        )
+        of_zeros = (row_step(zero_point), zero_point.stride(1))
+        self.steps = (self.qdata.stride(0), row_step(scale), scale.stride(1), *of_zeros)
         self.numerics = {
             # A row in one group is any group that is long enough: kernels are compiled for each size.
             "GROUP": self.group if self.groups > 1 else 1 << 30,
