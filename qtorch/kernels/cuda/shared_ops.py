@@ -9,8 +9,9 @@ from ...primitives.granularity import FlatBlocks
 from .. import features, registry
 from ..custom_ops import implement, note, opaque, portable
 from ..ops import block_mm as operation
-from ..ops import int_matmul, kv_attention
+from ..ops import int_matmul
 from ..ops.adam import LARGEST_SCALE, AdamStep, Moment, check_step
+from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
 from ..ops.quantize import Quantized, has_default_rows, is_absmax_rowwise, quantize_dynamic, quantize_int8_rowwise
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
@@ -153,11 +154,11 @@ def triton_update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: floa
     priority=20,
     supports=lambda problem: features.cuda_lacks("triton") or registry.needs_floats(problem),
 )
-def triton_kv_attention(call: kv_attention.KVAttention) -> Tensor:
+def triton_kv_attention(call: KVAttention) -> Tensor:
     """See `kv_attention`. The number of tokens in use is read by the kernel, not on the host."""
     from .triton.kv_attention import kv_attention
 
-    kv_attention.check_call(call)
+    check_call(call)
     if not call.query.numel() or not call.length or not call.width:
-        return kv_attention.attend_by_heads(call)
+        return attend_by_heads(call)
     return kv_attention(call)
