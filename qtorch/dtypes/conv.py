@@ -62,8 +62,13 @@ class ConvWeight(matrix_weight.MatrixWeight):
     scheme_type = ConvScheme
     scheme: ConvScheme
 
-    to_matrix = staticmethod(to_matrix)
-    from_matrix = staticmethod(from_matrix)
+    @staticmethod
+    def to_matrix(weight: Tensor) -> Tensor:
+        return to_matrix(weight)
+
+    @staticmethod
+    def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return from_matrix(matrix, shape)
 
     def cut(self, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> ConvWeight:
         if axis % len(self.scheme.shape):
