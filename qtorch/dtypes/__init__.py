@@ -9,7 +9,7 @@ from ..primitives.layouts import (
     TensorCoreTiledLayout,
     register_layout,
 )
-from . import conv, distributed, embedding, experts, joining, ops, parameter, products, traced_views, views  # noqa: F401 (they register what they serve)
+from . import conv, distributed, embedding, experts, joining, ops, parameter, products  # noqa: F401 (they register what they serve)
 from .affine_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor, quantized_type
 from .codebook_tensor import LUTQuantizedTensor, NF4Tensor, linear_nf4, to_nf4

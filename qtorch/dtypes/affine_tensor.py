@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.ops.quantize import quantize_weight
-from ..primitives import LinearSpec, QuantSpec
-from ..primitives.double_quant import dequantize_zero_point
+from ..primitives import LinearSpec, QuantSpec, Scheme, double_quant
 from ..primitives.layouts.base import FLOATS, INTEGERS, Form, Forms, Plain, check_inner_tensors
-from ..primitives.spec import Scheme
 from .base import QuantizedTensor, with_dense_scales
 
 _BESIDE_LAYOUT = ("scale_scale", "scale_mean", "zero_point_scale", "act_scale", "act_zero_point")
@@ -133,7 +131,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         zero_point = self.zero_point
         if self.zero_point_scale is not None:
             spec: Any = self.scheme.weight.scale_spec
-            return dequantize_zero_point(self.inner_tensors, spec, rows)
+            return double_quant.dequantize_zero_point(self.inner_tensors, spec, rows)
         return zero_point if zero_point is None or rows is None else zero_point.index_select(0, rows)
 
     def with_plain(self, plain: Plain, spec: LinearSpec | None = None) -> AffineQuantizedTensor:

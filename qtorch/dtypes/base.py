@@ -26,15 +26,12 @@ from ..kernels.conv import Window
 from ..kernels.cpu.compiled_library import library
 from ..kernels.custom_ops import implementations
 from ..kernels.registry import names
-from ..primitives import LinearSpec, QuantSpec, to_json
-from ..primitives.double_quant import dequantize_scale
+from ..primitives import LinearSpec, QuantSpec, Scheme, double_quant, to_json, tracing
 from ..primitives.layouts import Layout, PlainLayout
 from ..primitives.layouts.base import Forms, Plain, check_inner_tensors, check_plain_tensors, check_scheme
-from ..primitives.spec import Scheme
-from ..primitives.tracing import starts_no_graph
+from . import gathering, views
 from .copying import Copied, forms_of, rebuild
 from .dispatch import ATEN, FUNCTIONS, calling_package, run, run_below
-from .gathering import Gathered
 
 __all__ = ["QuantizedTensor", "rebuild"]
 
@@ -53,7 +50,7 @@ HINTS = {
 """Package that calls an operator that is not implemented -> what to do there."""
 
 
-class QuantizedTensor(Copied, Gathered, torch.Tensor):
+class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
     """Base class of quantized tensors. A subclass names its inner tensors in `tensor_names`.
 
     Attributes:
@@ -193,7 +190,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         """The scale in floating point, of the given rows of blocks or of all, in layouts that store it as a tensor."""
         if rows is None and self.scale_scale is None:
             return self.scale
-        return dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)
+        return double_quant.dequantize_scale(self.inner_tensors, self.scheme.weight.scale_spec, rows)
 
     def scales(self) -> tuple[Tensor, Tensor | None]:
         """(scale, other tensor per block or None), without unpacking codes if possible.
@@ -320,7 +317,7 @@ class QuantizedTensor(Copied, Gathered, torch.Tensor):
         )
 
     @classmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = FUNCTIONS.get(func)
         if handler is not None:

@@ -11,29 +11,23 @@ and a positive value never becomes zero, since its code is at least 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives import LinearSpec
-from ..primitives.granularity import FlatBlocks
+from ..primitives import LinearSpec, granularity
 from ..primitives.jsonable import jsonable
-from .base import QuantizedTensor, quantized_type
-from .dispatch import ATEN
-from .matrix_weight import AS_A_WHOLE, MatrixScheme, MatrixWeight
-from .ops import count_write
-from .views import split
+from . import base, dispatch, matrix_weight, ops
 
 aten = torch.ops.aten
 
 
 @jsonable
 @dataclass(frozen=True)
-class BlockedScheme(MatrixScheme):
+class BlockedScheme(matrix_weight.MatrixScheme):
     """Scheme of a `BlockedTensor`.
 
     Args:
@@ -56,18 +50,18 @@ class BlockedScheme(MatrixScheme):
         return hash((self._hash, self.block, self.flat, self.root))  # type: ignore[attr-defined]
 
     @property
-    def blocks(self) -> FlatBlocks:
+    def blocks(self) -> granularity.FlatBlocks:
         """How the elements are divided."""
         count = math.prod(self.shape)
         rows = 1 if self.flat or not self.shape else self.shape[0]
-        return FlatBlocks(rows, count // rows if rows else 0, self.block)
+        return granularity.FlatBlocks(rows, count // rows if rows else 0, self.block)
 
     @property
     def codes_shape(self) -> tuple[int, ...]:
         return self.blocks.shape
 
 
-class BlockedTensor(MatrixWeight):
+class BlockedTensor(matrix_weight.MatrixWeight):
     """A quantized tensor of any size and shape in blocks. Make one with `quantized` or `of_matrix`."""
 
     scheme_type = BlockedScheme
@@ -79,7 +73,7 @@ class BlockedTensor(MatrixWeight):
         if tuple(values.shape) != scheme.shape:
             raise ValueError(f"a BlockedTensor of shape {scheme.shape} takes floats of it, got {tuple(values.shape)}")
         values = values.detach().float()
-        kind, spec = quantized_type(scheme.weight), scheme.spec
+        kind, spec = base.quantized_type(scheme.weight), scheme.spec
         if not scheme.root:
             return cls.of_matrix(kind.from_float(scheme.blocks.split(values), spec), scheme)
         roots = scheme.blocks.split(values.sqrt())
@@ -103,7 +97,7 @@ class BlockedTensor(MatrixWeight):
     def quantized_like(self, source: Tensor) -> BlockedTensor:
         if isinstance(source, BlockedTensor) and same_codes(source.scheme, self.scheme):
             return source
-        values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
+        values = source.dequantize(torch.float32) if isinstance(source, base.QuantizedTensor) else source
         return type(self).quantized(values.to(self.device), self.scheme)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -130,12 +124,30 @@ class BlockedTensor(MatrixWeight):
         inner = {name: t[first_block:last_block] if t.dim() == 2 else t for name, t in self.inner_tensors.items()}
         return type(self)(inner, part)
 
+    def cut(self, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> BlockedTensor:
+        shape = self.scheme.shape
+        axis %= len(shape)
+        start, stop, step = slice(start, stop, step).indices(shape[axis])
+        stop = max(start, stop)
+        if (start, stop, step) == (0, shape[axis], 1):
+            return self.map_inner(lambda inner: inner)
+        if axis == 0 and step == 1:
+            return self.rows(start, stop)
+        raise ValueError(
+            f"the slice {start}:{stop}:{step} along axis {axis} of shape {shape} cuts blocks of {self.scheme.block}: "
+            "a BlockedTensor can be sharded along its first axis alone; dequantize() it first"
+        )
+
+    def reshaped(self, size: Sequence[int]) -> BlockedTensor:
+        if tuple(size) != self.scheme.shape:
+            raise ValueError(f"a BlockedTensor of shape {self.scheme.shape} has no view of shape {tuple(size)}")
+        return self.map_inner(lambda inner: inner)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if (handler := _HANDLERS.get(func)) is not None:
-            return handler(func, args, kwargs)
-        if func in AS_A_WHOLE or func not in ATEN:
+        if func is aten.copy_.default:
+            return _copy_(*args[:2])
+        if func in matrix_weight.AS_A_WHOLE or func in _VIEWS_OF_ROWS or func not in dispatch.ATEN:
             return super().__torch_dispatch__(func, types, args, kwargs)
         raise NotImplementedError(
             f"{func} is not implemented for {cls.__name__}, the state of an optimizer; call .dequantize() first if you "
@@ -143,39 +155,15 @@ class BlockedTensor(MatrixWeight):
         )
 
 
+_VIEWS_OF_ROWS = {aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.view.default}
+
+
 def same_codes(one: BlockedScheme, other: BlockedScheme) -> bool:
     """Whether codes of one scheme stand for the same numbers in the other."""
     return replace(one, dtype=other.dtype) == other
 
 
-def _slice(func: Any, args: Any, kwargs: Any) -> Tensor:
-    given = [*args, *(0, None, None, 1)[len(args) - 1 :]]
-    tensor, axis = given[:2]
-    shape = tensor.scheme.shape
-    axis %= len(shape)
-    start, stop, step = slice(*given[2:]).indices(shape[axis])
-    stop = max(start, stop)
-    if (start, stop, step) == (0, shape[axis], 1):
-        part = tensor.map_inner(lambda inner: inner)
-    elif axis == 0 and step == 1:
-        part = tensor.rows(start, stop)
-    else:
-        raise ValueError(
-            f"the slice {start}:{stop}:{step} along axis {axis} of shape {shape} cuts blocks of {tensor.scheme.block}: "
-            "a BlockedTensor can be sharded along its first axis alone; dequantize() it first"
-        )
-    return return_and_correct_aliasing(func, args, kwargs, part)
-
-
-def _view(func: Any, args: Any, kwargs: Any) -> Tensor:
-    tensor, size = args
-    if tuple(size) != tensor.scheme.shape:
-        raise ValueError(f"a BlockedTensor of shape {tensor.scheme.shape} has no view of shape {tuple(size)}")
-    return return_and_correct_aliasing(func, args, kwargs, tensor.map_inner(lambda inner: inner))
-
-
-def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    target, source = args[:2]
+def _copy_(target: Tensor, source: Tensor) -> Tensor:
     if not isinstance(target, BlockedTensor):
         raise ValueError(
             f"copy_ of a BlockedTensor into a {type(target).__name__} would lose its codes; dequantize() it first"
@@ -183,15 +171,5 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     new = target.quantized_like(source)
     for name, inner in target.inner_tensors.items():
         inner.copy_(getattr(new, name))
-    count_write(target)
+    ops.count_write(target)
     return target
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.copy_.default: _copy_,
-    aten.slice.Tensor: _slice,
-    aten.split.Tensor: split,
-    aten.split_with_sizes.default: split,
-    aten.view.default: _view,
-}
-"""Operators handled otherwise than for other quantized tensors."""

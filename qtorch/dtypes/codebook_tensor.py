@@ -14,11 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..primitives import NF4_TABLE, CodebookSpec, LinearSpec, PerGroup, QuantSpec, qdtype
-from ..primitives.double_quant import dequantize_scale, quantize_scale
-from ..primitives.layouts.base import FLOATS, Form, Forms, Plain
-from ..primitives.layouts.plain import smallest_layout
-from ..primitives.spec import Scheme
+from ..primitives import NF4_TABLE, CodebookSpec, LinearSpec, PerGroup, QuantSpec, Scheme, double_quant, qdtype
+from ..primitives.layouts import FLOATS, Form, Forms, Plain, smallest_layout
 from .base import QuantizedTensor, with_dense_scales
 
 _TENSORS = ("qdata", "scale", "table", "scale_scale", "scale_mean")
@@ -79,8 +76,8 @@ class LUTQuantizedTensor(QuantizedTensor):
         weight = cast(CodebookSpec, linear.weight)
         with torch.no_grad():
             scale = weight.choose_scale(input)
-            stored = quantize_scale(scale, weight.scale_spec)
-            scale = dequantize_scale(stored, weight.scale_spec)
+            stored = double_quant.quantize_scale(scale, weight.scale_spec)
+            scale = double_quant.dequantize_scale(stored, weight.scale_spec)
             table = weight.choose_table(input, scale, importance)
             codes = weight.quantize(input, scale, table)
             return cls._from_codes(codes, {**stored, "table": table}, linear, input.dtype)

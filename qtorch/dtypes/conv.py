@@ -19,21 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
 
 from ..kernels.conv import CONVOLUTIONS, Size, Window, from_matrix, multiply_windows, prepare_conv, to_matrix, windows
 from ..kernels.registry import Problem, choose
-from ..primitives import tracing
+from ..primitives import Scheme, tracing
 from ..primitives.jsonable import jsonable
-from ..primitives.layouts.plain import layout_for
-from ..primitives.spec import Scheme
-from . import linear
+from ..primitives.layouts import layout_for
+from . import dispatch, linear, matrix_weight, views
 from .base import QuantizedTensor
-from .dispatch import ATEN, cast_for_product, implements_function
 from .linear import fast_of
-from .matrix_weight import AS_A_WHOLE, AXIS, DROPS, MatrixScheme, MatrixWeight, axis_of
-from .ops import part_of
 
 # Codes, scales and layout of a `ConvWeight` (N, C / groups, *kernel) are those of the matrix (N, T * C / groups), T
 # being the product of the kernel's sizes: a scale per output channel, or groups along (kernel position, channel).
@@ -44,7 +38,7 @@ aten = torch.ops.aten
 
 @jsonable
 @dataclass(frozen=True, eq=False)
-class ConvScheme(MatrixScheme):
+class ConvScheme(matrix_weight.MatrixScheme):
     """Scheme of a convolution's weight (N, C / groups, *kernel), whose codes are those of a matrix."""
 
     def __post_init__(self) -> None:
@@ -57,7 +51,7 @@ class ConvScheme(MatrixScheme):
         return self.shape[0], math.prod(self.shape[1:])
 
 
-class ConvWeight(MatrixWeight):
+class ConvWeight(matrix_weight.MatrixWeight):
     """The quantized weight of a convolution, held as a matrix. Make one with `of` or `from_float`.
 
     It can be copied, moved and saved like any quantized tensor, and sliced along its first axis, the output channels.
@@ -76,11 +70,49 @@ class ConvWeight(MatrixWeight):
     def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
         return from_matrix(matrix, shape)
 
+    def cut(self, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> ConvWeight:
+        if axis % len(self.scheme.shape):
+            raise _unlike_matrix(aten.slice.Tensor)
+        return self._of_rows(self.new_matrix().cut(0, start, stop, step))
+
+    def taken(self, axis: int, index: Tensor) -> ConvWeight:
+        if axis % len(self.scheme.shape):
+            raise _unlike_matrix(aten.index_select.default)
+        return self._of_rows(self.new_matrix().taken(0, index))
+
+    def _of_rows(self, matrix: QuantizedTensor) -> ConvWeight:
+        part: ConvWeight = views.part_of(self, ConvWeight.of(matrix, (matrix.scheme.shape[0], *self.scheme.shape[1:])))
+        return part
+
+    def permuted(self, axes: Sequence[int]) -> QuantizedTensor:
+        raise _unlike_matrix(aten.permute.default)
+
+    def reshaped(self, size: Sequence[int]) -> QuantizedTensor:
+        shape = self.scheme.shape
+        if tuple(size) == shape:
+            return self.map_inner(lambda inner: inner)
+        if len(shape) == 3 and tuple(size) == (shape[0], shape[2]) and shape[1] == 1:
+            return self.new_matrix()
+        raise _unlike_matrix(aten.view.default)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in AS_A_WHOLE or func not in ATEN:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return _view(func, args, kwargs or {})
+        if func in dispatch.ATEN and func not in matrix_weight.AS_A_WHOLE and func not in _VIEWS_OF_ROWS:
+            raise _unlike_matrix(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+_VIEWS_OF_ROWS = {
+    *(aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.index_select.default),
+    *(aten.squeeze.dim, aten.view.default),
+}
+
+
+def _unlike_matrix(func: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"{func} is not implemented for the weight of a convolution, which can be sliced along its first axis only; "
+        "call .dequantize() first if you want a float tensor"
+    )
 
 
 def as_conv_weight(weight: Any) -> Any:
@@ -93,28 +125,6 @@ def as_conv_weight(weight: Any) -> Any:
         return weight
     matrix: Any = weight.reshape(shape[0], math.prod(shape[2:]))
     return ConvWeight.of(matrix, shape)
-
-
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    weight = args[0]
-    if isinstance(weight, ConvWeight):
-        shape = weight.scheme.shape
-
-        def of_rows(matrix: QuantizedTensor) -> ConvWeight:
-            return part_of(weight, ConvWeight.of(matrix, (matrix.scheme.shape[0], *shape[1:])))
-
-        if func is aten.view.default and tuple(args[1]) == shape:
-            return aten.alias.default(weight)
-        if func is aten.squeeze.dim and len(shape) == 3 and shape[1] == 1 and args[1] % 3 == 1:
-            return weight.new_matrix()
-        if func in AXIS and func not in DROPS and axis_of(func, args, kwargs) == 0:
-            parts = func(weight.matrix, *args[1:], **kwargs)
-            result = tree_map_only(QuantizedTensor, of_rows, parts)
-            return result if isinstance(result, list) else return_and_correct_aliasing(func, args, kwargs, result)
-    raise NotImplementedError(
-        f"{func} is not implemented for the weight of a convolution, which can be sliced along its first axis only; "
-        "call .dequantize() first if you want a float tensor"
-    )
 
 
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -208,8 +218,8 @@ def _differentiable(x: Tensor, weight: Any, bias: Tensor | None, window: Window)
 
 
 for _ndim, _function in CONVOLUTIONS.items():
-    _run_cast = partial(cast_for_product, _differentiable)
-    implements_function(_function)(convolution(_ndim, f"conv{_ndim}d", _run_cast, _checked_shape))
+    _run_cast = partial(dispatch.cast_for_product, _differentiable)
+    dispatch.implements_function(_function)(convolution(_ndim, f"conv{_ndim}d", _run_cast, _checked_shape))
 
 
 def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> Tensor:

@@ -4,8 +4,6 @@ A pickle holds the name of the class, the inner tensors, the scheme as JSON text
 validates all of them when it loads.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -15,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..primitives.files import parse_json
-from ..primitives.jsonable import from_json, to_json
+from ..primitives import files, from_json, to_json
 from ..primitives.layouts.base import Forms, check_inner_tensors, check_plain_tensors
 
 _TYPES: dict[str, Any] = {}
@@ -128,7 +125,7 @@ def rebuild(
         tensors = {name: _of_bytes(tensor) for name, tensor in tensors.items()}
         check_plain_tensors(tensors)
         inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
-        result = cls._from_pickled(inner, from_json(parse_json(scheme)))
+        result = cls._from_pickled(inner, from_json(files.parse_json(scheme)))
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
         if taken := [name for name in state if result._has_own(name)]:

@@ -1,20 +1,16 @@
 """Tables of the torch functions and aten operators that quantized tensors implement, filled by decorators."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.registry import fresh
-from ..primitives.tracing import run_on_constants, transforms_active
-
-F = TypeVar("F", bound=Callable[..., Any])
+from ..primitives.tracing import F, run_on_constants, transforms_active
 
 ATEN: dict[Any, Callable[..., Any]] = {}
 """aten overload -> handler(func, args, kwargs)."""
@@ -23,7 +19,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """torch function or method -> replacement of the same signature."""
 
 TRACED_VIEWS: dict[Any, Callable[..., Any]] = {}
-"""torch function -> what runs in its place on a frozen weight while torch.export traces; see `traced_views`."""
+"""torch function -> what runs in its place on a frozen weight while torch.export traces; see `views`."""
 
 OTHER_VIEWS = {Tensor.movedim, Tensor.permute, Tensor.flatten, torch.movedim, torch.permute, torch.flatten}
 """Views that weights in training have beside those."""

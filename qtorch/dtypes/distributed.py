@@ -2,8 +2,6 @@
 
 What is gathered from shards is in `gathering`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives.layouts.plain import smallest_layout
-from ..primitives.spec import Scheme
+from ..primitives import Scheme
+from ..primitives.layouts import smallest_layout
 from .base import QuantizedTensor
 from .copying import forms_of
 from .dispatch import calling_frame, implements_aten, implements_function, run_below

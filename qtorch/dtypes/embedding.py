@@ -3,8 +3,6 @@
 Only the requested rows are dequantized. The table is frozen; `per_sample_weights` get their gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,10 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..primitives.tracing import refuse_jit_trace, run_whole, starts_no_graph, transforms_active, unwrapped_subclass
+from . import dispatch, linear, transposed_weight
 from .base import QuantizedTensor
-from .dispatch import implements_aten, implements_function
-from .linear import check_device, find_kernel, frozen_error, kinds
-from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_matrix
 
 aten = torch.ops.aten
 
@@ -23,7 +19,7 @@ EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weight is a table."""
 
 
-@implements_function(functional.embedding)
+@dispatch.implements_function(functional.embedding)
 def embedding(
     input: Tensor,
     weight: Tensor,
@@ -38,10 +34,10 @@ def embedding(
     refuse_jit_trace()
     if input.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding takes indices in int64 or int32, got {input.dtype}: ids.long()")
-    if isinstance(weight, PaddedWeight):
-        if isinstance(weight, TransposedWeight):
-            return embedding(input, as_view(weight))
-        return embedding(input, padded_matrix(weight))[..., : weight.scheme.shape[-1]]
+    if isinstance(weight, transposed_weight.PaddedWeight):
+        if isinstance(weight, transposed_weight.TransposedWeight):
+            return embedding(input, transposed_weight.as_view(weight))
+        return embedding(input, transposed_weight.padded_matrix(weight))[..., : weight.scheme.shape[-1]]
     if transforms_active():
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         trains = isinstance(weight, QuantizedTensor) and weight.trains
@@ -51,7 +47,7 @@ def embedding(
     return _embedding(input, weight)
 
 
-@implements_function(functional.embedding_bag)
+@dispatch.implements_function(functional.embedding_bag)
 def embedding_bag(
     input: Tensor,
     weight: Tensor,
@@ -92,16 +88,9 @@ def embedding_bag(
         start = functional.pad((~padding).cumsum(0), (1, 0))
         offsets = start[offsets] if include_last_offset else torch.cat([start[offsets], start[-1:]])
         include_last_offset = False
-    y = functional.embedding_bag(
-        index,
-        embedding(ids, weight),
-        offsets,
-        scale_grad_by_freq=scale_grad_by_freq,
-        mode=mode,
-        sparse=sparse,
-        per_sample_weights=scales,
-        include_last_offset=include_last_offset,
-    )
+    options: Any = {"scale_grad_by_freq": scale_grad_by_freq, "mode": mode, "sparse": sparse}
+    options |= {"per_sample_weights": scales, "include_last_offset": include_last_offset}
+    y = functional.embedding_bag(index, embedding(ids, weight), offsets, **options)
     return y if padding_idx is None else y[:-1]
 
 
@@ -119,23 +108,23 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     @starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        raise frozen_error(ctx.weight)
+        raise linear.frozen_error(ctx.weight)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], input: Tensor, weight: QuantizedTensor) -> tuple[Tensor, int]:
         return _Transformed.apply(input.movedim(in_dims[0], 0), weight), 0
 
 
-@implements_aten(aten.embedding.default)
+@dispatch.implements_aten(aten.embedding.default)
 def _embedding_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     return _embedding(args[1], args[0])
 
 
 def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     if not isinstance(table, QuantizedTensor):
-        raise TypeError(f"embedding takes plain indices and a quantized table, got {kinds(ids, table)}")
-    check_device("embedding", ids, table)
-    kernel = find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)
+        raise TypeError(f"embedding takes plain indices and a quantized table, got {linear.kinds(ids, table)}")
+    linear.check_device("embedding", ids, table)
+    kernel = linear.find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)
     if not torch.compiler.is_compiling():
         table.check_inner_tensors(not kernel.checks_memory)
     return kernel(ids, table)

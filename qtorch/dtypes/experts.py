@@ -10,8 +10,6 @@ each expert is a linear layer.
 The gradient of the input is the product with the transposed matrices; the weight is frozen.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any, NamedTuple
@@ -20,27 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels.custom_ops import opaque
+from ..kernels import custom_ops, registry
 from ..kernels.ops.experts import expert_by_expert
-from ..kernels.registry import Kernel, register
-from ..primitives.files import parse_json
-from ..primitives.jsonable import from_json, to_json
-from ..primitives.spec import Scheme
-from ..primitives.tracing import are_active, run_whole, starts_no_graph, transforms_active
+from ..primitives import Scheme, files, from_json, to_json, tracing
+from . import linear
 from .base import QuantizedTensor, quantized_type
 from .dispatch import cast_for_product, implements_function, run_below
 from .factories import dispatches
-from .linear import (
-    check_device,
-    check_dtype,
-    fast_of,
-    find_kernel,
-    kinds,
-    linear,
-    requires_grad,
-    save_weight,
-    saved_weight,
-)
 from .transposed_weight import PaddedWeight, padded_matrix
 
 
@@ -52,14 +36,14 @@ def grouped_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
         weight: quantized matrices (E, N, K).
         experts: (T, R) integers; below 0 or from E on, they name no expert.
     """
-    differentiates = torch.is_grad_enabled() and requires_grad(input)
+    differentiates = torch.is_grad_enabled() and linear.requires_grad(input)
     if not torch.compiler.is_compiling() and not differentiates:
-        fast_grouped = fast_of("fast_grouped", input, weight)
+        fast_grouped = linear.fast_of("fast_grouped", input, weight)
         y = None if fast_grouped is None else fast_grouped(input, weight, experts)
         if y is not None:
             return y
     if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor):
-        raise TypeError(f"grouped_linear takes a float input and quantized matrices, got {kinds(input, weight)}")
+        raise TypeError(f"grouped_linear takes a float input and quantized matrices, got {linear.kinds(input, weight)}")
     shape = weight.scheme.shape
     fits = input.dim() == 2 and len(shape) == 3 and input.shape[1] == shape[2]
     if not fits or experts.dim() != 2 or experts.shape[0] != input.shape[0] or experts.is_floating_point():
@@ -67,14 +51,14 @@ def grouped_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
             f"grouped_linear takes rows (T, K), matrices (E, N, K) and integers (T, R), got shapes "
             f"{tuple(input.shape)}, {shape} and {tuple(experts.shape)} of {experts.dtype}"
         )
-    check_dtype("grouped_linear", input, weight.scheme.dtype)
-    check_device("grouped_linear", input, weight)
+    linear.check_dtype("grouped_linear", input, weight.scheme.dtype)
+    linear.check_device("grouped_linear", input, weight)
     if isinstance(weight, PaddedWeight):
         return grouped_linear(functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), experts)
     return cast_for_product(_product, input, weight, None, experts)
 
 
-@opaque(lambda input, weight, experts: input.new_empty(experts.shape[0] * experts.shape[1], weight.shape[1]))
+@custom_ops.opaque(lambda input, weight, experts: input.new_empty(experts.shape[0] * experts.shape[1], weight.shape[1]))
 def grouped_linear_call(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
     """`grouped_linear` as a torch function, which a compiler writes into its graph with the quantized weight; then it
     is traced like `F.linear`, by `__torch_function__`."""
@@ -91,38 +75,38 @@ def has_kernel(weight: Any, input: Tensor) -> bool:
         return False
     if isinstance(weight, PaddedWeight):
         weight = weight.matrix
-    kernel = find_kernel("grouped_linear", weight.scheme, input.dtype, input.device.type)
+    kernel = linear.find_kernel("grouped_linear", weight.scheme, input.dtype, input.device.type)
     return kernel.function is not experts_as_linear_layers
 
 
 def _product(input: Tensor, weight: QuantizedTensor, _: None, experts: Tensor) -> Tensor:
     """`grouped_linear` of checked arguments, outside autocast."""
     compiling = torch.compiler.is_compiling()
-    if transforms_active() if compiling else are_active():
-        return run_whole(_product, input, weight, None, experts)
+    if tracing.transforms_active() if compiling else tracing.are_active():
+        return tracing.run_whole(_product, input, weight, None, experts)
     # torchao's dispatch knows linear layers.
     if weight.trains or dispatches:
         return one_by_one(input, weight, experts)
-    kernel = find_kernel("grouped_linear", weight.scheme, input.dtype, input.device.type)
+    kernel = linear.find_kernel("grouped_linear", weight.scheme, input.dtype, input.device.type)
     if not compiling:
         weight.check_inner_tensors(not kernel.checks_memory)
     experts = experts.to(torch.int64)
-    if torch.is_grad_enabled() and requires_grad(input):
+    if torch.is_grad_enabled() and linear.requires_grad(input):
         return _Grouped.apply(input, weight, experts, kernel)
     return kernel(input, weight, experts)
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor, experts: Tensor, kernel: Kernel) -> Tensor:
-        save_weight(ctx, weight)
+    def forward(ctx: Any, input: Tensor, weight: QuantizedTensor, experts: Tensor, kernel: registry.Kernel) -> Tensor:
+        linear.save_weight(ctx, weight)
         ctx.experts = experts
         return kernel(input, weight, experts)
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        weight, experts = saved_weight(ctx), ctx.experts
+        weight, experts = linear.saved_weight(ctx), ctx.experts
         transposed = weight.with_activation(None).transpose(1, 2)
         grad = _product(grad_outputs[0], transposed, None, experts.reshape(-1, 1))
         return grad.unflatten(0, experts.shape).sum(1), None, None, None
@@ -133,19 +117,16 @@ def one_by_one(input: Tensor, weight: Any, experts: Tensor) -> Tensor:
     # In training, one node in the backward, where each index would make a gradient of the whole weight.
     matrices = weight.unbind(0) if weight.trains else weight
     count, n = weight.scheme.shape[:2]
-    return expert_by_expert(input, experts, count, n, lambda rows, e: linear(input[rows], matrices[e]))
+    return expert_by_expert(input, experts, count, n, lambda rows, e: linear.linear(input[rows], matrices[e]))
 
 
 # --- the portable kernel ---
 
 
-@register(
-    "grouped_linear",
-    spec=None,
-    rotated=True,
-    priority=10,
-    note="a linear layer for each expert, found by reading the index on the host",
-)
+NOTE = "a linear layer for each expert, found by reading the index on the host"
+
+
+@registry.register("grouped_linear", spec=None, rotated=True, priority=10, note=NOTE)
 def experts_as_linear_layers(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
     """`grouped_linear` with any weight, by the kernels of linear layers."""
     if not torch.compiler.is_compiling():
@@ -158,7 +139,7 @@ def _empty(x: Tensor, experts: Tensor, tensors: Any, names: str, scheme: str) ->
     return x.new_empty(experts.shape[0] * experts.shape[1], _scheme_of(scheme).shape[1])
 
 
-@opaque(_empty)
+@custom_ops.opaque(_empty)
 def grouped_by_expert(x: Tensor, experts: Tensor, tensors: list[Tensor], names: str, scheme: str) -> Tensor:
     """`experts_as_linear_layers` as a node of a graph; names are separated by commas, the scheme is JSON text."""
     known = _scheme_of(scheme)
@@ -178,7 +159,7 @@ _text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.lru_cache(maxsize=1024)
 def _scheme_of(text: str) -> Any:
-    return from_json(parse_json(text))
+    return from_json(files.parse_json(text))
 
 
 # ``weight[e]`` of a frozen weight (E, N, K) is the same tensor at each call, as long as the inner tensors neither
@@ -204,7 +185,7 @@ def _getitem(tensor: Any, index: Any) -> Any:
             and not index.dim()
             and not (index.is_floating_point() or index.dtype is torch.bool)
         )
-        if single and not (torch.compiler.is_compiling() or are_active() or torch._C._get_tracing_state()):
+        if single and not (torch.compiler.is_compiling() or tracing.are_active() or torch._C._get_tracing_state()):
             return _matrix(tensor, int(index))
     kind = type(tensor) if isinstance(tensor, QuantizedTensor) else QuantizedTensor
     return run_below(kind, torch.Tensor.__getitem__, (tensor, index), {})

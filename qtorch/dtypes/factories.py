@@ -9,19 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives import (
-    LinearSpec,
-    MappingType,
-    PerBlock,
-    PerRow,
-    PerTensor,
-    QDType,
-    QuantSpec,
-    ZeroPointDomain,
-    qdtype,
-)
+from ..primitives import LinearSpec, MappingType, PerBlock, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from ..primitives.floatx import FloatFormat
 from ..primitives.layouts import Layout, PackedLayout, PlainLayout
+from ..primitives.qdtype import QDType, qdtype
 from .affine_tensor import AffineQuantizedTensor
 
 

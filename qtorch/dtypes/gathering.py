@@ -9,8 +9,6 @@ FSDP2 takes shards of different sizes only if what they send has the padded size
 tensor of that size, with elements wide enough for the bytes of all of its inner tensors.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -122,13 +120,8 @@ def names_of_rows(kind: Any, scheme: Any) -> tuple[str, ...]:
     ndim = len(shape)
     if ndim and scheme.layout.joins_rows(len(scheme.codes_shape)):
         rows = shape[0] or max(1, scheme.weight.granularity.pattern(ndim)[0])
-        once, twice = (
-            {
-                name: tuple(forms[0].shape)
-                for name, forms in forms_of(kind, replace(scheme, shape=(n, *shape[1:]))).items()
-            }
-            for n in (rows, 2 * rows)
-        )
+        schemes = [replace(scheme, shape=(n, *shape[1:])) for n in (rows, 2 * rows)]
+        once, twice = ({name: tuple(forms[0].shape) for name, forms in forms_of(kind, s).items()} for s in schemes)
         names = tuple(name for name, one in once.items() if one != twice[name])
         if all(twice[name] == (2 * once[name][0], *once[name][1:]) for name in names):
             return names
@@ -164,10 +157,8 @@ def _separated(kind: type, sent: Tensor, gathering: Gathering, dtypes: Sequence[
     shapes = gathering.shapes(kind, gathering.padded)
     needed = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     bytes_ = sent.reshape(-1).view(torch.uint8).view(gathering.ranks, -1)[:, : sum(needed)]
-    found = []
-    for part, dtype, whole in zip(
-        bytes_.split(needed, 1), dtypes, gathering.shapes(kind, gathering.scheme), strict=True
-    ):
+    found, wholes = [], gathering.shapes(kind, gathering.scheme)
+    for part, dtype, whole in zip(bytes_.split(needed, 1), dtypes, wholes, strict=True):
         # Only the last shards have padding, so the rows of the whole weight come first.
         flat = part.reshape(-1)[: math.prod(whole) * dtype.itemsize]
         found.append(flat.clone().view(dtype).view(tuple(whole)))

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor
+from ..primitives import Granularity, PerBlock, PerGroup, PerRow, PerTensor
+from . import dispatch, ops
 from .base import QuantizedTensor
-from .dispatch import implements_aten
-from .ops import same_scales
 
 _OF_ROWS = (PerRow, PerGroup)
 """Granularities whose blocks lie in one row, so that they say the same of a matrix and of a stack of matrices."""
@@ -150,7 +149,7 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 aten = torch.ops.aten
 
 
-@implements_aten(aten.cat.default)
+@dispatch.implements_aten(aten.cat.default)
 def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Tensors of one spec. Along an axis that one scale spans, that scale must be equal in all: parts of one tensor."""
     tensors = args[0]
@@ -167,7 +166,7 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     axis %= len(first.scheme.shape)
     codes = torch.cat([tensor.plain()[0] for tensor in tensors], axis)
     if first.scheme.weight.granularity.pattern(len(first.scheme.shape))[axis] == -1:
-        if all(same_scales(first, other) for other in tensors):
+        if all(ops.same_scales(first, other) for other in tensors):
             result: Tensor = first.with_plain((codes, *first.scales()))
             return result
         raise ValueError(f"cat along axis {axis}: one scale spans the axis ({first.scheme.weight}); dequantize() first")
@@ -177,7 +176,7 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     return result
 
 
-@implements_aten(aten.stack.default)
+@dispatch.implements_aten(aten.stack.default)
 def _stack(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Matrices of one spec along a new first axis."""
     tensors, axis = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)

@@ -7,8 +7,6 @@ Gradients flow to the input and the bias:
 The weight itself is frozen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +17,7 @@ from torch.nn import functional
 
 from ..kernels.custom_ops import recording
 from ..kernels.registry import Kernel, lookup
-from ..primitives import tracing
-from ..primitives.spec import Scheme
+from ..primitives import Scheme, tracing
 from ..primitives.tracing import are_active, starts_no_graph
 from .affine_tensor import AffineQuantizedTensor
 from .base import QuantizedTensor
@@ -39,10 +36,8 @@ _functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_ac
 
 
 def fast_of(name: str, input: Any, weight: Any) -> Any:
-    """The function of this name that the last kernel set on `weight`, or None if this call needs the full path.
-
-    For eager mode only: a compiler traces the full path.
-    """
+    """The function of this name that the last kernel set on `weight`, or None if this call needs the full path. For
+    eager mode only: a compiler traces the full path."""
     fast = getattr(weight, name, None)
     return None if fast is None or _others_take_part(input) else fast
 

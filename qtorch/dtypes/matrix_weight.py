@@ -13,10 +13,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..primitives import LinearSpec, QuantSpec
+from ..primitives import LinearSpec, QuantSpec, Scheme
 from ..primitives.jsonable import jsonable
-from ..primitives.layouts.base import Forms, Plain
-from ..primitives.spec import Scheme
+from ..primitives.layouts import Forms, Plain
 from .base import QuantizedTensor, quantized_type
 
 aten = torch.ops.aten
@@ -164,27 +163,6 @@ class MatrixWeight(QuantizedTensor):
 def type_of_scheme(scheme: Scheme) -> type[QuantizedTensor]:
     """The class of the tensors that have this scheme."""
     return _TYPE_OF_SCHEME.get(type(scheme)) or quantized_type(scheme.weight)
-
-
-AXIS = {
-    aten.index_select.default: 1,
-    aten.select.int: 1,
-    aten.slice.Tensor: 1,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.unbind.int: 1,
-}
-"""Operators that select or cut along one axis -> its position among the arguments; 0 if it is not given."""
-
-DROPS = {aten.select.int, aten.unbind.int}
-"""Those whose results do not have the axis."""
-
-
-def axis_of(func: Any, args: Any, kwargs: Any) -> int:
-    """The axis that an operator of `AXIS` selects or cuts along."""
-    position = AXIS[func]
-    axis: int = args[position] if len(args) > position else kwargs.get("dim", 0)
-    return axis % len(args[0].scheme.shape)
 
 
 AS_A_WHOLE = {

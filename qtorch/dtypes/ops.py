@@ -1,14 +1,12 @@
 """aten operators that copy, move, convert, compare or allocate whole quantized tensors."""
 
-from __future__ import annotations
-
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives.spec import QuantSpec, Scheme
+from ..primitives import QuantSpec, Scheme
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 
@@ -41,10 +39,8 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @implements_aten(aten.copy_.default)
 def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Copy the codes of a quantized tensor of the same spec, or quantize floats with the spec of the target.
-
-    A copy from another spec, or into a plain tensor, would change the numbers or their form silently: it is an error.
-    """
+    """Copy the codes of a quantized tensor of the same spec, or quantize floats with the spec of the target. A copy
+    from another spec, or into a plain tensor, would change the numbers or their form silently: it is an error."""
     target, source = args[0], args[1]
     check_copy(target, source)
     if target.scheme.shape != tuple(source.shape):
@@ -206,22 +202,3 @@ def _logical_dtype(tensor: QuantizedTensor, kwargs: dict[str, Any]) -> torch.dty
 
 def _dequantized(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-
-
-# Parts of a quantized tensor that are copies: writes into them would miss the tensor.
-
-Q = TypeVar("Q", bound=QuantizedTensor)
-
-
-def part_of(tensor: QuantizedTensor, part: Q) -> Q:
-    """`part`, a slice of `tensor`, which notes whether some of its inner tensors are copies: scales that are quantized
-    together with the rest, codes that had to be unpacked. Then `copy_` into it is an error."""
-    if not torch.compiler.is_compiling() and not part.is_meta:
-        own = tensor.inner_tensors
-        shares = (
-            name in own and inner.untyped_storage()._cdata == own[name].untyped_storage()._cdata
-            for name, inner in part.inner_tensors.items()
-        )
-        if not all(shares):
-            vars(part)["_copied_parts"] = True
-    return part

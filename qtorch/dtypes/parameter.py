@@ -5,11 +5,9 @@ module, is an error. `nn.Parameter` and `load_state_dict(assign=True)`, which pa
 parameter, make frozen parameters.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -115,29 +113,14 @@ def data_ptr(tensor: QuantizedTensor) -> int:
     return next(iter(tensor.inner_tensors.values())).data_ptr()
 
 
-@dataclass(frozen=True)
-class _Identity:
-    """What stands for the storage of a quantized tensor; see `untyped_storage`."""
-
-    address: int
-    size: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def nbytes(self) -> int:
-        return self.size
-
-
 @implements_function(Tensor.untyped_storage)
 def untyped_storage(tensor: QuantizedTensor) -> Any:
     """The storage without memory (`base.make_wrapper`), for torch itself, which describes storages when it traces.
-
-    `IDENTIFIERS` get what they compare: the address of `data_ptr`, and the number of bytes.
-    """
+    `IDENTIFIERS` get what they compare: the address of `data_ptr`, and the number of bytes."""
     caller = calling_package()
     if caller in IDENTIFIERS:
-        return _Identity(next(iter(tensor.inner_tensors.values())).data_ptr(), tensor.nbytes)
+        address, size = next(iter(tensor.inner_tensors.values())).data_ptr(), tensor.nbytes
+        return SimpleNamespace(data_ptr=lambda: address, nbytes=lambda: size)
     if caller != "torch":
         _refusal("untyped_storage")(tensor)
     with torch._C.DisableTorchFunctionSubclass():

@@ -81,10 +81,8 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N).
-
-    Rows offs[e - 1] to offs[e] are multiplied by matrix e; the result is zero after the last offset.
-    """
+    """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N). Rows offs[e - 1] to offs[e]
+    are multiplied by matrix e; the result is zero after the last offset."""
     shape = mat_b.shape
     if not isinstance(mat_b, QuantizedTensor) or mat_a.dim() != 2 or offs is None or bias is not None:
         raise ValueError(
@@ -127,7 +125,8 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
 def inlined(function: Any) -> FunctionType:
     """A copy of a Python function of torch that runs its body, and so dispatches the functions that it calls, instead
     of being dispatched to `__torch_function__` itself."""
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    off = lambda _: False  # noqa: E731
+    names = {**function.__globals__, "has_torch_function": off, "has_torch_function_unary": off}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -20,13 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives import QDType, from_json, to_json
+from ..primitives import QDType, Scheme, from_json, slices, to_json
+from ..primitives.layouts import can_pack_bits, pack_codes, unpack_codes
 from ..primitives.layouts.base import check_layout
-from ..primitives.layouts.packed import can_pack_bits, pack_codes, unpack_codes
-from ..primitives.slices import in_slices
-from ..primitives.spec import Scheme
-from .base import SCALES_OF_SCALES, QuantizedTensor, quantized_type
-from .matrix_weight import type_of_scheme
+from . import base, matrix_weight
 
 # Codes of 1, 2, 4 or 8 bits in int32 words along the last axis, as compressed-tensors stores them.
 #
@@ -59,7 +56,7 @@ def pack_to_int32(codes: Tensor, dtype: QDType) -> Tensor:
             bits *= 2
         return flat.view(torch.int32).reshape(*part.shape[:-1], padded.shape[-1] // per_word)
 
-    return in_slices(pack, codes, axes=codes.dim() - 1)
+    return slices.in_slices(pack, codes, axes=codes.dim() - 1)
 
 
 def unpack_from_int32(packed: Tensor, dtype: QDType, length: int) -> Tensor:
@@ -70,21 +67,21 @@ def unpack_from_int32(packed: Tensor, dtype: QDType, length: int) -> Tensor:
         codes = (part.unsqueeze(-1) >> shifts) & (2**dtype.bits - 1)
         return (codes.flatten(-2)[..., :length] + int(dtype.quant_min)).to(dtype.storage)
 
-    return in_slices(unpack, packed, axes=packed.dim() - 1)
+    return slices.in_slices(unpack, packed, axes=packed.dim() - 1)
 
 
 Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and the stored name of each of its parts."""
 
 PARTS = frozenset({"codes", "packed", "scale", "zero_point", "table", "act_scale", "act_zero_point"}) | {
-    *SCALES_OF_SCALES
+    *base.SCALES_OF_SCALES
 }
 """The parts of a quantized tensor that can be stored."""
 
 LOGICAL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def to_canonical(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
+def to_canonical(name: str, tensor: base.QuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
     """Plain tensors by stored name, and the JSON entry that `from_canonical` reads."""
     codes, others = tensor.canonical()
     dtype = tensor.scheme.weight.dtype
@@ -101,7 +98,7 @@ def to_canonical(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor],
     return dict(parts.values()), entry
 
 
-def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTensor:
+def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> base.QuantizedTensor:
     """Inverse of `to_canonical`.
 
     Args:
@@ -125,7 +122,7 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> QuantizedTens
         codes = unpack(codes, dtype, length)
     if tuple(codes.shape) != scheme.codes_shape:
         raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.codes_shape}")
-    return type_of_scheme(scheme).from_canonical(codes, parts, scheme)
+    return matrix_weight.type_of_scheme(scheme).from_canonical(codes, parts, scheme)
 
 
 def check_entry(entry: Any) -> None:
@@ -143,7 +140,7 @@ def scheme_of(entry: Any) -> Scheme:
     scheme = from_json(entry["scheme"])
     if not isinstance(scheme, Scheme):
         raise ValueError(f"expected a Scheme, got {scheme!r:.80}")
-    quantized_type(scheme.weight)
+    base.quantized_type(scheme.weight)
     check_layout(scheme.layout)
     if scheme.dtype not in LOGICAL_DTYPES:
         raise ValueError(f"a quantized tensor has the dtype of floats, got {scheme.dtype}")

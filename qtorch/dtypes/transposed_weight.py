@@ -11,8 +11,6 @@ Where groups do not divide K, the matrix has more columns, of zeros, up to the n
 with as many zeros: exact, in every kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,21 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from ..primitives.jsonable import jsonable
-from .base import QuantizedTensor
-from .dispatch import ATEN
-from .matrix_weight import AS_A_WHOLE, AXIS, DROPS, MatrixScheme, MatrixWeight, axis_of
-from .ops import part_of
+from . import base, dispatch, matrix_weight, views
 
 aten = torch.ops.aten
 
 
 @jsonable
-@dataclass(frozen=True, eq=False)
-class PaddedScheme(MatrixScheme):
+@dataclass(frozen=True)
+class PaddedScheme(matrix_weight.MatrixScheme):
     """Scheme of a weight (..., N, K) that is held as (..., N, K + padding)."""
 
     padding: int = 0
@@ -49,9 +43,6 @@ class PaddedScheme(MatrixScheme):
                 f"{self.shape} and {self.padding!r:.40}"
             )
 
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.padding == other.padding  # type: ignore[attr-defined]
-
     def __hash__(self) -> int:
         return super().__hash__()
 
@@ -65,14 +56,12 @@ class PaddedScheme(MatrixScheme):
 class TransposedScheme(PaddedScheme):
     """Scheme of a weight (..., K, N) that is held as (..., N, K + padding)."""
 
-    __hash__ = PaddedScheme.__hash__
-
     @property
     def codes_shape(self) -> tuple[int, ...]:
         return *self.shape[:-2], self.shape[-1], self.shape[-2] + self.padding
 
 
-class PaddedWeight(MatrixWeight):
+class PaddedWeight(matrix_weight.MatrixWeight):
     """A quantized weight (..., N, K) that is held as (..., N, K + padding). Make one with `of`.
 
     Its views are exact, or an error, as for any quantized tensor: those that only select or cut give such a weight
@@ -83,7 +72,7 @@ class PaddedWeight(MatrixWeight):
     scheme: PaddedScheme
 
     @classmethod
-    def of(cls, matrix: QuantizedTensor, shape: Sequence[int]) -> Any:
+    def of(cls, matrix: base.QuantizedTensor, shape: Sequence[int]) -> Any:
         """`matrix`, whose columns beyond those of the weight are zeros, as a weight of shape `shape`."""
         columns = shape[-2] if cls is TransposedWeight else shape[-1]
         padding = matrix.scheme.shape[-1] - columns
@@ -108,37 +97,59 @@ class PaddedWeight(MatrixWeight):
         values = values[..., : values.shape[-1] - self.scheme.padding]
         return self.from_matrix(values, self.scheme.shape).contiguous()
 
-    def transposed(self) -> QuantizedTensor:
+    def transposed(self) -> base.QuantizedTensor:
         """The weight with its last two axes exchanged; it shares the inner tensors."""
         *rest, one, other = self.scheme.shape
         matrix, is_transposed = self.new_matrix(), isinstance(self, TransposedWeight)
         if is_transposed and not self.scheme.padding:
             return matrix
         kind: Any = PaddedWeight if is_transposed else TransposedWeight
-        transposed: QuantizedTensor = kind.of(matrix, (*rest, other, one))
+        transposed: base.QuantizedTensor = kind.of(matrix, (*rest, other, one))
         return transposed
+
+    def cut(self, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Any:
+        return self._like(self.new_matrix().cut(self._matrix_axis(axis), start, stop, step))
+
+    def taken(self, axis: int, index: Tensor) -> Any:
+        return self._like(self.new_matrix().taken(self._matrix_axis(axis), index))
+
+    def permuted(self, axes: Sequence[int]) -> Any:
+        ndim = len(self.scheme.shape)
+        if [axis % ndim for axis in axes] == [*range(ndim - 2), ndim - 1, ndim - 2]:
+            return self.transposed()
+        return as_view(self).permuted(axes)
+
+    def reshaped(self, size: Sequence[int]) -> Any:
+        if len(size) > 1 and tuple(size[-2:]) == self.scheme.shape[-2:]:
+            return self._like(self.new_matrix().reshaped([*size[:-2], *self.scheme.codes_shape[-2:]]))
+        return as_view(self).reshaped(size)
+
+    def _matrix_axis(self, axis: int) -> int:
+        """The axis of the matrix that stands for this axis of the weight; an error if it is padded."""
+        ndim = len(self.scheme.shape)
+        axis %= ndim
+        if axis >= ndim - 2 and isinstance(self, TransposedWeight):
+            axis = 2 * ndim - 3 - axis
+        if axis == ndim - 1:
+            check_whole(self)
+        return axis
+
+    def _like(self, matrix: base.QuantizedTensor) -> Any:
+        """`matrix`, a part of that of this weight, as such a weight."""
+        *rest, rows, columns = matrix.scheme.shape
+        columns -= self.scheme.padding
+        shape = (*rest, columns, rows) if isinstance(self, TransposedWeight) else (*rest, rows, columns)
+        return views.part_of(self, self.of(matrix, shape))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is aten.constant_pad_nd.default and list(args[1]) == [0, args[0].scheme.padding]:
             return args[0].new_matrix()
-        if func in AS_A_WHOLE or func not in ATEN:
+        if func in matrix_weight.AS_A_WHOLE or func in views.VIEWS or func not in dispatch.ATEN:
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
-        weight = args[0]
-        if func in JOINS and _joins_rows(func, args, kwargs):
-            return like(weight[0], func([each.matrix for each in weight], *args[1:], **kwargs))
-        if isinstance(weight, PaddedWeight):
-            if _transposes(func, args):
-                return weight.transposed()
-            outer = len(weight.scheme.shape) - 2
-            if func in AXIS and (func not in DROPS or axis_of(func, args, kwargs) < outer):
-                return _cut(func, args, kwargs)
-            if func is aten.index.Tensor and len(args[1]) <= outer:
-                return like(weight, func(weight.matrix, args[1]))
-            if func in VIEWS and tuple(args[1][-2:]) == weight.scheme.shape[-2:]:
-                matrix = func(weight.matrix, [*args[1][:-2], *weight.scheme.codes_shape[-2:]])
-                return return_and_correct_aliasing(func, args, kwargs, like(weight, matrix))
+        if func in (aten.cat.default, aten.stack.default) and _joins_rows(func, args, kwargs):
+            return args[0][0]._like(func([each.matrix for each in args[0]], *args[1:], **kwargs))
         args, kwargs = tree_map_only(PaddedWeight, as_view, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -162,12 +173,17 @@ class TransposedWeight(PaddedWeight):
         return matrix.mT
 
 
-def as_view(weight: PaddedWeight) -> Tensor:
-    """The weight as a view of its matrix, of the class that the matrix has; an error if it is padded."""
+def check_whole(weight: PaddedWeight) -> None:
+    """Raise `ValueError` if the weight is padded."""
     if weight.scheme.padding:
         raise ValueError(
             f"a view that cuts the contracted axis of {weight!r}, whose last group is padded; dequantize() it first"
         )
+
+
+def as_view(weight: PaddedWeight) -> Any:
+    """The weight as a view of its matrix, of the class that the matrix has; an error if it is padded."""
+    check_whole(weight)
     return weight.matrix.transpose(-2, -1) if isinstance(weight, TransposedWeight) else weight.matrix
 
 
@@ -185,55 +201,9 @@ def padded_matrix(weight: PaddedWeight) -> Tensor:
     return weight.matrix
 
 
-JOINS = {aten.cat.default, aten.stack.default}
-
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-
-
-def _transposes(func: Any, args: Any) -> bool:
-    """Whether an operator exchanges the last two axes of its first argument and does nothing else."""
-    ndim = len(args[0].scheme.shape)
-    if func is aten.t.default:
-        return True
-    if func is aten.transpose.int:
-        return {args[1] % ndim, args[2] % ndim} == {ndim - 2, ndim - 1}
-    order = [*range(ndim - 2), ndim - 1, ndim - 2]
-    return func is aten.permute.default and [axis % ndim for axis in args[1]] == order
-
-
 def _joins_rows(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether weights with the same padding, which stay whole along the padded axis, are joined."""
     first, ndim = args[0][0], args[0][0].dim()
     axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     alike = all(type(each) is PaddedWeight and each.scheme.padding == first.scheme.padding for each in args[0])
     return alike and (func is aten.stack.default or axis % ndim != ndim - 1)
-
-
-def _cut(func: Any, args: Any, kwargs: Any) -> Any:
-    """A part of a weight: of its matrix, along the axis that stands for that of the weight."""
-    weight, position = args[0], AXIS[func]
-    ndim = len(weight.scheme.shape)
-    axis = matrix_axis(weight, axis_of(func, args, kwargs))
-    if axis == ndim - 1 and weight.scheme.padding:
-        return func(as_view(weight), *args[1:], **kwargs)
-    rest = {name: value for name, value in kwargs.items() if name != "dim"}
-    found = func(weight.matrix, *args[1:position], axis, *args[position + 1 :], **rest)
-    result = tree_map_only(QuantizedTensor, lambda matrix: like(weight, matrix), found)
-    if isinstance(result, list) or func is aten.index_select.default:
-        return result
-    return return_and_correct_aliasing(func, args, kwargs, result)
-
-
-def matrix_axis(weight: PaddedWeight, axis: int) -> int:
-    """The axis of the matrix that stands for this axis of the weight."""
-    ndim = len(weight.scheme.shape)
-    swapped = {ndim - 2: ndim - 1, ndim - 1: ndim - 2} if isinstance(weight, TransposedWeight) else {}
-    return swapped.get(axis % ndim, axis % ndim)
-
-
-def like(weight: PaddedWeight, matrix: Any) -> Any:
-    """`matrix`, a part of that of `weight`, as such a weight."""
-    *rest, rows, columns = matrix.scheme.shape
-    columns -= weight.scheme.padding
-    shape = (*rest, columns, rows) if isinstance(weight, TransposedWeight) else (*rest, rows, columns)
-    return part_of(weight, type(weight).of(matrix, shape))

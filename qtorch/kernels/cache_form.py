@@ -7,8 +7,6 @@ along the channels if they have 4 bits. A scale belongs to a token of a head, (B
     k = code * scale + zero_point
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..primitives.affine import MappingType, ZeroPointDomain
-from ..primitives.granularity import PerBlock, PerToken
-from ..primitives.layouts.packed import can_pack_bits, packed_length, unpack_codes
-from ..primitives.qdtype import qdtype
-from ..primitives.spec import QuantSpec
+from ..primitives import MappingType, PerBlock, PerToken, QuantSpec, ZeroPointDomain, qdtype
+from ..primitives.layouts import can_pack_bits, packed_length, unpack_codes
 
 # 4-bit codes have zero points: the keys of many models are far from zero.
 TOKENS = {

@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..primitives.granularity import PerAxis
-from ..primitives.spec import Scheme
+from ..primitives import PerAxis, Scheme
 from .custom_ops import opaque
 from .linear.scaled import INTEGERS
+from .ops import portable, quantize
 from .ops.int8_grouped_mm import int8_grouped_mm
-from .ops.portable import dequantized_weight, fake_quantized
-from .ops.quantize import quantize_dynamic
 from .registry import Problem, QuantizedWeight, register
 
 Size = int | Sequence[int]
@@ -53,11 +51,7 @@ def prepare_conv(
 ) -> tuple[Tensor, Window]:  # fmt: skip
     """Check the arguments of a convolution, called `name` in errors, of x (B, C, *sizes), `ndim` of them, with a weight
     of the shape (N, C / groups, *kernel). Returns x, padded where ``padding='same'`` needs more at one end than at the
-    other, and the window.
-
-    Raises:
-        ValueError: the arguments do not fit each other.
-    """
+    other, and the window; `ValueError` where the arguments do not fit each other."""
     if len(weight) != ndim + 2 or x.dim() != ndim + 2:
         raise ValueError(
             f"{name} takes an input of {ndim + 1} or {ndim + 2} axes and a weight of {ndim + 2}, got shapes "
@@ -68,7 +62,7 @@ def prepare_conv(
         raise ValueError(
             f"{name}: {x.shape[1]} input channels do not fit a weight of shape {tuple(weight)} in {groups} groups"
         )
-    steps, spread = _per_axis(stride, ndim), _per_axis(dilation, ndim)
+    steps, spread = per_axis(stride, ndim), per_axis(dilation, ndim)
     reach = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
     if padding == "same":
         if any(step != 1 for step in steps):
@@ -79,7 +73,7 @@ def prepare_conv(
     elif isinstance(padding, str) and padding != "valid":
         raise ValueError(f"padding is 'same', 'valid' or sizes, got {padding!r}")
     else:
-        ends = (0,) * ndim if isinstance(padding, str) else _per_axis(padding, ndim)
+        ends = (0,) * ndim if isinstance(padding, str) else per_axis(padding, ndim)
     window = Window(tuple(kernel), steps, ends, spread, groups)
     if any(size + 2 * end <= r for size, end, r in zip(x.shape[2:], ends, reach, strict=True)):
         raise ValueError(f"the kernel {window.kernel}, dilated by {window.dilation}, exceeds the padded input")
@@ -164,7 +158,8 @@ def is_channels_last(x: Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
-def _per_axis(value: Size, ndim: int) -> tuple[int, ...]:
+def per_axis(value: Size, ndim: int) -> tuple[int, ...]:
+    """One size for each axis of an image, from one for all or one for each."""
     if isinstance(value, int):
         return (value,) * ndim
     if len(value) not in (1, ndim):
@@ -175,14 +170,10 @@ def _per_axis(value: Size, ndim: int) -> tuple[int, ...]:
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}  # by the axes of an image
 
 
-@register(
-    "conv",
-    spec=None,
-    activation=(),
-    priority=10,
-    note="dequantizes the weight on each call: it saves memory, not time",
-    rotated=True,
-)
+NOTE = "dequantizes the weight on each call: it saves memory, not time"
+
+
+@register("conv", spec=None, activation=(), priority=10, note=NOTE, rotated=True)
 def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, window: Window) -> Tensor:
     """(B, N, *positions) in the dtype of x (B, C, *sizes), for a weight (N, C / groups, *kernel) stored as a matrix."""
     values = from_matrix(weight.scheme.weight.dequantize(*weight.plain(), x.dtype), weight.scheme.shape)
@@ -209,20 +200,13 @@ def _is_whole(problem: Problem) -> str | None:
     return None if whole else "takes codes of activations only where the layout has whole_convolutions"
 
 
-@register(
-    "conv",
-    layout="portable",
-    spec=None,
-    priority=100,
-    supports=_is_whole,
-    note="operators of torch alone, for export: it dequantizes the weight on each call",
-)
+@register("conv", layout="portable", spec=None, priority=100, supports=_is_whole, note=portable.NOTE)
 def portable_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """`dequantized_conv` by operators of torch alone; a static activation is quantized and dequantized before it."""
     _, stride, padding, dilation, groups = window
-    values = dequantized_weight(weight, x.dtype)
+    values = portable.dequantized_weight(weight, x.dtype)
     values = values if values.dim() > 2 else from_matrix(values, weight.scheme.shape).contiguous()
-    real = x if weight.scheme.activation is None else fake_quantized(x, weight).to(x.dtype)
+    real = x if weight.scheme.activation is None else portable.fake_quantized(x, weight).to(x.dtype)
     return CONVOLUTIONS[len(window.kernel)](real, values, bias, stride, padding, dilation, groups)
 
 
@@ -328,7 +312,7 @@ def _supports(problem: Problem) -> str | None:
 )
 def image_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """(B, N, *positions) in the dtype of x (B, C, *sizes)."""
-    xq, xs, xz = quantize_dynamic(x.flatten(1), weight.scheme.activation)
+    xq, xs, xz = quantize.quantize_dynamic(x.flatten(1), weight.scheme.activation)
     codes = xq.reshape(x.shape)
     if is_channels_last(x):
         codes = codes.movedim(1, -1).contiguous().movedim(-1, 1)

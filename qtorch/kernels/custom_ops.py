@@ -9,19 +9,16 @@ guard and no batch size a recompilation. `Library.define` + `impl` costs about 1
 for a function that a compiler traces.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..primitives.tracing import are_active, one_by_one
+from ..primitives.tracing import F, are_active, one_by_one
 
-F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 
 # Types of arguments that need no look.

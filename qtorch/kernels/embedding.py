@@ -3,18 +3,13 @@
 y[i] = dequantize(w)[ids[i]]
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
-from ..primitives.affine import dequantize_affine
-from ..primitives.codebooks import CodebookSpec, dequantize_codebook
-from ..primitives.granularity import block_of
-from ..primitives.layouts.packed import unpack_codes
-from ..primitives.layouts.semi_sparse import unpack_2_4
+from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity
+from ..primitives.layouts import semi_sparse, unpack_codes
 from .linear.lut_weight_only import CodebookWeight
 from .ops.portable import dequantize_portably
 from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, needs_rows, register
@@ -39,7 +34,7 @@ def gather_semi_sparse_rows(ids: Tensor, weight: Any) -> Tensor:
     scheme, flat = weight.scheme, ids.reshape(-1)
     if scheme.layout.can_view(weight.qdata):
         rows = weight.qdata.index_select(0, flat)
-        return _dequantize_rows(ids, unpack_2_4(rows, scheme.shape[1], scheme.weight.dtype.storage), weight)
+        return _dequantize_rows(ids, semi_sparse.unpack_2_4(rows, scheme.shape[1], scheme.weight.dtype.storage), weight)
     return _dequantize_rows(ids, weight.plain()[0].index_select(0, flat), weight)
 
 
@@ -54,7 +49,7 @@ def _dequantize_rows(ids: Tensor, codes: Tensor, weight: Any) -> Tensor:
 
 def _blocks(ids: Tensor, weight: Any) -> tuple[Tensor, int]:
     """The rows of scales that belong to the rows `ids`, and the columns of a block."""
-    rows, columns = block_of(weight.scheme.shape, weight.scale.shape)
+    rows, columns = granularity.block_of(weight.scheme.shape, weight.scale.shape)
     return ids.reshape(-1) // rows, columns
 
 
@@ -83,7 +78,7 @@ def gather_portable_rows(ids: Tensor, weight: Any) -> Tensor:
     if scheme.weight.scale_spec is not None:
         return gather_rows(ids, weight)
     codes, scale, zero_point = weight.plain()
-    rows, columns = block_of(scheme.shape, scale.shape)
+    rows, columns = granularity.block_of(scheme.shape, scale.shape)
     flat = ids.reshape(-1)
     block_ids = flat if rows == 1 else flat // rows
     codes, scale = codes.index_select(0, flat), scale.index_select(0, block_ids)

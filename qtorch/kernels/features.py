@@ -1,7 +1,5 @@
 """Features of the CPU and the GPU that the choice of a kernel depends on."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 

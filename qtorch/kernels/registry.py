@@ -6,8 +6,6 @@ the reference, or a kernel that emulates instructions which the device lacks, ac
 per reason, or raises under ``qtorch.config.strict``.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Collection
@@ -17,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..primitives.layouts.packed import packed_length
-from ..primitives.spec import QuantSpec, Scheme
+from ..primitives import QuantSpec, Scheme
+from ..primitives.layouts import packed_length
 from .config import config, generation
 from .custom_ops import note, recording
 
@@ -240,12 +238,7 @@ def candidates(problem: Problem) -> list[tuple[Kernel, str | None]]:
 
 
 def choose(problem: Problem) -> Kernel:
-    """The best kernel that accepts the problem; a fallback is not reported.
-
-    Raises:
-        RuntimeError: two kernels of the same priority accept it.
-        NotImplementedError: the operation has no kernel at all.
-    """
+    """`lookup` of the best kernel that accepts the problem, with its errors; a fallback is not reported."""
     accepted = [kernel for kernel, reason in candidates(problem) if reason is None]
     if not accepted:
         raise NotImplementedError(f"no kernel registered for the operation {problem.op!r}")
@@ -311,9 +304,8 @@ def from_rows(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fresh(y: Tensor) -> Tensor:
-    """`y`, whose memory nobody else reads, as a tensor that is no view to autograd, without a copy.
-
-    Autograd refuses to change the views that a `Function` returns, and those made without gradients, in place."""
+    """`y`, whose memory nobody else reads, as a tensor that is no view to autograd, without a copy. Autograd refuses to
+    change the views that a `Function` returns, and those made without gradients, in place."""
     return unsafe_view(y, y.shape) if torch.compiler.is_compiling() or y._is_view() else y
 
 

@@ -40,7 +40,7 @@ from .scale_rules import (
     PowerMeanRule,
     ScaleRule,
 )
-from .spec import LinearSpec, QuantSpec
+from .spec import LinearSpec, QuantSpec, Scheme  # noqa: F401 (for the rooms above)
 from .sqnr import compute_error
 
 __all__ = [

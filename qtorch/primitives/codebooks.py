@@ -165,12 +165,10 @@ def kmeans_codebook(
 
 
 def _quantiles(x: Tensor, w: Tensor, size: int) -> Tensor:
-    """Quantiles (i + 1/2) / size of sorted values, with respect to their density raised to the power 1/3.
-
-    That is the density of the optimal table of many values (Panter and Dite, 1951); plain quantiles would leave the
-    tails to one entry. With gaps d between neighbours the density is w / d, and the mass of a gap is
-    d (w / d)^(1/3) = w^(1/3) d^(2/3), half of it at either end.
-    """
+    """Quantiles (i + 1/2) / size of sorted values, with respect to their density raised to the power 1/3. That is the
+    density of the optimal table of many values (Panter and Dite, 1951); plain quantiles would leave the tails to one
+    entry. With gaps d between neighbours the density is w / d, and the mass of a gap is d (w / d)^(1/3) = w^(1/3)
+    d^(2/3), half of it at either end."""
     gaps = x.diff(dim=-1) ** (2 / 3)
     before, after = (torch.nn.functional.pad(gaps, pad) for pad in ((1, 0), (0, 1)))
     mass = (w ** (1 / 3) * (before + after)).cumsum(-1)

@@ -1,7 +1,5 @@
 """Import of every module of a package, so that adding a file adds a kernel, layout or recipe."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Iterable

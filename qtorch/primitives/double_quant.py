@@ -12,8 +12,6 @@ GGUF). By such a spec the zero points of the OFFSET domain are quantized too:
     zero_point = codes * zero_point_scale
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -76,11 +74,9 @@ def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
 
 
 def dequantize_scale(tensors: Tensors, spec: Numerics | None, rows: Tensor | None = None) -> Tensor:
-    """Inverse of `quantize_scale`, in fp32, of all or of the `rows` (R,) along the first axis.
-
-    A scale that is so small that its code is zero becomes the smallest normal number, since scales are positive, except
-    where `only_multiplies`.
-    """
+    """Inverse of `quantize_scale`, in fp32, of all or of the `rows` (R,) along the first axis. A scale that is so small
+    that its code is zero becomes the smallest normal number, since scales are positive, except where
+    `only_multiplies`."""
     codes = tensors["scale"]
     of_rows = codes if rows is None else codes.index_select(0, rows)
     if spec is None:

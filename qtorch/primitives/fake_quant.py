@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import granularity, tracing
 from .affine import ZeroPointDomain, check_floating_point, code_range, fake_quantize_blocks
-from .granularity import BlockView
 from .qdtype import QDType, qdtype
 from .rounding import Noise, Rounding
-from .tracing import apply, starts_no_graph
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -28,7 +27,7 @@ class _StraightThrough(torch.autograd.Function):
         return result.view_as(result)
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (unclipped,) = ctx.saved_tensors
         grad = grad_outputs[0].to(ctx.dtype)
@@ -37,7 +36,7 @@ class _StraightThrough(torch.autograd.Function):
 
 def straight_through(input: Tensor, result: Tensor, unclipped: Tensor | None = None) -> Tensor:
     """`result`, an approximation of `input` of its shape, whose gradient goes to `input` where `unclipped` is true."""
-    return apply(_StraightThrough, input, result, unclipped)
+    return tracing.apply(_StraightThrough, input, result, unclipped)
 
 
 def fake_quantize_affine(
@@ -124,11 +123,11 @@ class _LearnedStep(torch.autograd.Function):
         return fake_quantize_blocks(input, block, scale, code, qdtype(dtype), low, high, ZeroPointDomain.INT)[0]
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
         input, scale, code = ctx.saved_tensors
         low, high = ctx.bounds
-        view = BlockView(input.shape, ctx.block)
+        view = granularity.BlockView(input.shape, ctx.block)
         g = view.split(grad_outputs[0])
         s = view.split_scale(scale).float()
         z = 0 if code is None else view.split_scale(code).float()
@@ -191,8 +190,8 @@ def learned_step_fake_quantize(
     if kind.is_floating_point:
         raise ValueError(f"learned_step_fake_quantize takes an integer type, got {kind.name}")
     low, high = code_range(kind, quant_min, quant_max)
-    block = BlockView(input.shape, block_size).block
-    return apply(
+    block = granularity.BlockView(input.shape, block_size).block
+    return tracing.apply(
         _LearnedStep, input, scale, zero_point, block, kind.name, float(low), float(high), grad_scale, through_rounding
     )
 
@@ -215,7 +214,7 @@ def lsq_grad_scale(count: int, quant_max: float) -> float:
 def lsq_scale(input: Tensor, block_size: Sequence[int], quant_max: float) -> Tensor:
     """The initial step of each block, 2 mean|x| / sqrt(Q_P) (LSQ, section 2.1), fp32, in the shape of the scale."""
     check_floating_point("lsq_scale", input)
-    view = BlockView(input.shape, block_size)
+    view = granularity.BlockView(input.shape, block_size)
     magnitude = view.split(input.detach().float().abs())
     mean = magnitude.mean(view.dims, keepdim=True) if view.dims else magnitude
     scale = mean.reshape(view.scale_shape) * (2 / math.sqrt(max(quant_max, 1)))

@@ -3,8 +3,6 @@
 All JSON that a user, a file or the environment can give is parsed here.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -28,10 +26,8 @@ _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """Open a file for reading, without a buffer; never waits, as opening a pipe would.
-
-    `FileNotFoundError` if there is none of this name, `ValueError` for a folder, a pipe or a device.
-    """
+    """Open a file for reading, without a buffer; never waits, as opening a pipe would. `FileNotFoundError` if there is
+    none of this name, `ValueError` for a folder, a pipe or a device."""
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except ValueError as error:  # a name with a null byte, or with half a character

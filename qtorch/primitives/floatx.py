@@ -14,8 +14,6 @@ those above times a power of two).
 Magnitudes ascend with their codes, so both directions are look-ups in the table of magnitudes.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import ClassVar

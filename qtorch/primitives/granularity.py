@@ -145,11 +145,9 @@ def block_of(shape: Sequence[int], scale: Sequence[int]) -> Block:
 
 
 class BlockView:
-    """View of a tensor of shape `shape` in blocks, in which `split(x)` and `split_scale(s)` broadcast.
-
-    Axes with blocks of one element, or of the whole axis, are unchanged; an axis of n elements in blocks of b becomes
-    two axes (n / b, b). `dims` are the axes of the split view that lie inside a block.
-    """
+    """View of a tensor of shape `shape` in blocks, in which `split(x)` and `split_scale(s)` broadcast. Axes with blocks
+    of one element, or of the whole axis, are unchanged; an axis of n elements in blocks of b becomes two axes (n / b,
+    b). `dims` are the axes of the split view that lie inside a block."""
 
     def __init__(self, shape: Sequence[int], block: Sequence[int]) -> None:
         self.shape = tuple(shape)
@@ -203,9 +201,7 @@ class BlockView:
 
 def reshaped_blocks(shape: Sequence[int], block: Block, new_shape: Sequence[int]) -> list[int] | None:
     """The blocks of a tensor after a row-major reshape, -1 for a whole axis, or None if the reshape cuts across blocks.
-
-    The elements that share a scale must fill whole axes of the new shape and an integer fraction of one more.
-    """
+    The elements that share a scale must fill whole axes of the new shape and an integer fraction of one more."""
     pattern: list[int] = []
     for old_axes, new_sizes in _matching_axes(shape, new_shape):
         run = _run_length([shape[a] for a in old_axes], [block[a] for a in old_axes])
@@ -266,11 +262,8 @@ def _run_blocks(sizes: Sequence[int], run: int) -> list[int] | None:
 
 
 class FlatBlocks(NamedTuple):
-    """The elements of a tensor of any size and shape as a matrix, a row for each block.
-
-    In row-major order they are `rows` runs of `length`. No block crosses the end of a run; the last one of each is
-    completed with zeros.
-    """
+    """The elements of a tensor of any size and shape as a matrix, a row for each block. In row-major order they are
+    `rows` runs of `length`. No block crosses the end of a run; the last one of each is completed with zeros."""
 
     rows: int
     length: int

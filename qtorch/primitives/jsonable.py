@@ -109,11 +109,8 @@ def _make(name: Any, values: dict[Any, Any]) -> Any:
 
 
 def construct(cls: type[T], values: Mapping[Any, Any]) -> T:
-    """An object of a frozen dataclass from the values of its fields, which have their annotated types.
-
-    Raises:
-        ValueError: a field is unknown, missing, or does not take its value.
-    """
+    """An object of a frozen dataclass from the values of its fields, which have their annotated types; `ValueError` if
+    a field is unknown, missing, or does not take its value."""
     name, values = cls.__name__, {key: tuples(value) for key, value in values.items()}
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(map(str, values.keys() - known)):

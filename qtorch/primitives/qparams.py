@@ -15,11 +15,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from . import floatx, slices
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, with_non_finite
-from .floatx import floor_to_power_of_two
 from .granularity import Block, BlockView, Granularity
 from .qdtype import QDType
-from .slices import in_slices, needs_slices
 
 
 def min_max(input: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -31,10 +30,10 @@ def min_max(input: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
     x = view.split(input)
     if not view.dims:
         low = high = x
-    elif needs_slices(x) and view.dims[0] > 0:
+    elif slices.needs_slices(x) and view.dims[0] > 0:
         # On CPU, `aminmax` of short rows takes three times as long, and reductions of bf16 twice.
-        low = in_slices(lambda x: torch.amin(x.float(), view.dims, keepdim=True), x, axes=view.dims[0])
-        high = in_slices(lambda x: torch.amax(x.float(), view.dims, keepdim=True), x, axes=view.dims[0])
+        low = slices.in_slices(lambda x: torch.amin(x.float(), view.dims, keepdim=True), x, axes=view.dims[0])
+        high = slices.in_slices(lambda x: torch.amax(x.float(), view.dims, keepdim=True), x, axes=view.dims[0])
     elif len(view.dims) == 1:
         low, high = torch.aminmax(x, dim=view.dims[0], keepdim=True)
     else:
@@ -168,16 +167,13 @@ def _real_zero_point(
 
 
 def _power_of_two_scale(scale: Tensor, low: Tensor, high: Tensor, high_code: float, mapping: MappingType) -> Tensor:
-    """Round scales to powers of two.
-
-    Symmetric: 2^(floor(log2(absmax)) - floor(log2(high_code))), OCP Microscaling specification v1.0, section 6.3;
-    absmax may clip, by less than the last binade of the largest code. Asymmetric: the next power of two, without
-    clipping.
-    """
+    """Round scales to powers of two. Symmetric: 2^(floor(log2(absmax)) - floor(log2(high_code))), OCP Microscaling
+    specification v1.0, section 6.3; absmax may clip, by less than the last binade of the largest code. Asymmetric: the
+    next power of two, without clipping."""
     if mapping is not MappingType.ASYMMETRIC:
         largest_power = 2.0 ** (math.frexp(high_code)[1] - 1)
-        return floor_to_power_of_two(torch.maximum(-low, high)) / largest_power
-    floor = floor_to_power_of_two(scale)
+        return floatx.floor_to_power_of_two(torch.maximum(-low, high)) / largest_power
+    floor = floatx.floor_to_power_of_two(scale)
     return torch.where(floor < scale, floor * 2, floor)
 
 

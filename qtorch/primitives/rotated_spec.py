@@ -9,8 +9,6 @@ the values of the codes needs no rotation but that of the activation.
 Source: QuaRot, arXiv 2404.00456 (online Hadamard transforms); of blocks for MXFP4, arXiv 2509.23202.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields
 

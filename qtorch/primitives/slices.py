@@ -4,8 +4,6 @@ Each operator of torch reads and writes whole tensors. For a weight of a hundred
 and for the pages of a new result; for slices of a megabyte neither happens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

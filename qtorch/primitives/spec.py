@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import double_quant
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, dequantize_affine, quantize_affine
-from .double_quant import (
-    check_scale_spec,
-    dequantize_scale,
-    dequantize_zero_point,
-    only_multiplies,
-    quantize_scale,
-    quantize_zero_point,
-)
 from .fake_quant import fake_quantize_affine
 from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable
@@ -82,7 +75,7 @@ class QuantSpec:
         check_options(self.mapping, self.zero_point_domain, self.preserve_zero, self.preserve_max_val)
         if self.noise is not None and self.rounding is not Rounding.STOCHASTIC:
             raise ValueError("QuantSpec: noise is that of stochastic rounding: rounding=Rounding.STOCHASTIC")
-        check_scale_spec(self.scale_spec)
+        double_quant.check_scale_spec(self.scale_spec)
         if self.scale_spec is not None and self.has_zero_point and not self.quantizes_zero_points:
             rule = "zero points of the OFFSET domain and a scale_spec of integers of the NONE domain"
             raise ValueError(f"QuantSpec: quantized scales need a mapping without zero points, or {rule}, got {self}")
@@ -108,7 +101,7 @@ class QuantSpec:
     def quantizes_zero_points(self) -> bool:
         """Whether `scale_spec` quantizes the zero points as well."""
         offset = self.zero_point_domain is ZeroPointDomain.OFFSET
-        return offset and self.has_zero_point and only_multiplies(self.scale_spec)
+        return offset and self.has_zero_point and double_quant.only_multiplies(self.scale_spec)
 
     @property
     def rotation(self) -> int:
@@ -143,8 +136,8 @@ class QuantSpec:
         """Scale and zero point from the form in which they are stored, that of `choose_stored_qparams`."""
         if zero_point is not None and self.quantizes_zero_points:
             assert self.scale_spec is not None
-            zero_point = dequantize_zero_point({**tensors, "zero_point": zero_point}, self.scale_spec)
-        return dequantize_scale(tensors, self.scale_spec), zero_point
+            zero_point = double_quant.dequantize_zero_point({**tensors, "zero_point": zero_point}, self.scale_spec)
+        return double_quant.dequantize_scale(tensors, self.scale_spec), zero_point
 
     def _stored_qparams(
         self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype
@@ -156,13 +149,13 @@ class QuantSpec:
         scale, zero_point = choose_qparams_affine_with_min_max(
             min_val, max_val, self.mapping, (), *rest, preserve_max_val=self.preserve_max_val
         )
-        tensors = quantize_scale(scale, self.scale_spec)
+        tensors = double_quant.quantize_scale(scale, self.scale_spec)
         if zero_point is None or not self.has_zero_point:
             return tensors, None
         if not self.quantizes_zero_points:
             return tensors, zero_point
         assert self.scale_spec is not None
-        of_zero_point = quantize_zero_point(zero_point, self.scale_spec)
+        of_zero_point = double_quant.quantize_zero_point(zero_point, self.scale_spec)
         return {**tensors, "zero_point_scale": of_zero_point["zero_point_scale"]}, of_zero_point["zero_point"]
 
     def stored_scale_dtype(self, input_dtype: torch.dtype) -> torch.dtype:

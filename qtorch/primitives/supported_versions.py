@@ -4,8 +4,6 @@ What differs between versions of a package is in one file: `integrations/transfo
 `integrations/peft/versions.py`.
 """
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 

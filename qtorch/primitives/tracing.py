@@ -6,8 +6,6 @@ which would be recompiled for each of them until the recompilation limit is reac
 run in eager mode there, like those of plain `F.linear`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

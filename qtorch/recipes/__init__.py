@@ -1,6 +1,6 @@
 """Recipes for inference, in files by family. `recipes.base` has `Recipe` and the registry.
 
-A recipe is added by registering it in a file of this package; its public name is added here and in `qtorch`.
+A recipe is added by registering it in a file of this package; its public name is added here, and so in `qtorch`.
 """
 
 from .codebook import LUTWeightOnly as lut_weight_only

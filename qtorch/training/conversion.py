@@ -1,7 +1,5 @@
 """convert: from weights in training to weights for inference."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Linear with a block-sparse integer weight on CUDA, by Triton: the equation of `linear/block_sparse.py`."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -17,16 +15,9 @@ from ..registry import Problem, from_rows, needs_floats, needs_matrix, register,
 
 @opaque(lambda x, xs, xz, qdata, columns, ws, kind, dtype, bias: x.new_empty(x.shape[0], qdata.shape[0], dtype=dtype))
 def cuda_block_sparse_mm(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    qdata: Tensor,
-    columns: Tensor,
-    ws: Tensor,
-    weight_dtype: str,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: str,
+    dtype: torch.dtype, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """See `cpu_block_sparse_mm`."""
     from .triton.block_sparse_mm import block_sparse_mm
 

@@ -5,9 +5,6 @@
 The index of experts is read on the device, so the call can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
-import functools
 from typing import Any
 
 import torch
@@ -18,21 +15,15 @@ from ..custom_ops import opaque
 from ..linear import scaled
 from ..ops.experts import scheme_of_expert
 from ..ops.quantize import quantize_input
-from ..registry import Problem, needs_clear_width, needs_floats, needs_rows, register
-from .weight_only import weight_arguments
+from ..registry import Problem, needs_clear_width, needs_floats, needs_rows
+from .weight_only import reads_integers, weight_arguments
 
 
 @opaque(lambda x, experts, qdata, *_: x.new_empty(experts.numel(), qdata.shape[1]))
 def cuda_experts_mm(
-    x: Tensor,
-    experts: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    middle: float,
+    x: Tensor, experts: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float,
     domain: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The equation above, x in floating point: (T * R, N) in the dtype of x.
 
     Args:
@@ -49,16 +40,9 @@ def cuda_experts_mm(
 
 @opaque(lambda xq, experts, xs, xz, qdata, *rest: xq.new_empty(experts.numel(), qdata.shape[1], dtype=rest[-1]))
 def cuda_experts_int8_mm(
-    xq: Tensor,
-    experts: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, experts: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None,
+    weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """The equation above with both operands in codes; the equation and the bits of `int8_grouped_mm`.
 
     Args:
@@ -107,17 +91,12 @@ def _supports_int8(problem: Problem) -> str | None:
     return scaled.supports_int32(problem._replace(op="linear", scheme=scheme))
 
 
-_register = functools.partial(
-    register, "grouped_linear", layout=("plain", "packed"), weight=scaled.INTEGERS, device="cuda", priority=30
-)
-
-
-@_register(activation=(), supports=_supports, name="cuda_experts_mm")
+@reads_integers("grouped_linear", activation=(), supports=_supports, name="cuda_experts_mm")
 def _grouped_linear(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
     return cuda_experts_mm(x, experts, *weight_arguments(weight))
 
 
-@_register(activation=("int8",), supports=_supports_int8, name="cuda_experts_int8_mm")
+@reads_integers("grouped_linear", activation=("int8",), supports=_supports_int8, name="cuda_experts_int8_mm")
 def _grouped_linear_int8(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
     xq, xs, xz = quantize_input(x, weight)
     kind, scale = weight.scheme.weight.dtype.name, weight.dense_scale()

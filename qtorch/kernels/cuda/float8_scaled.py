@@ -5,21 +5,18 @@
 Scales per token and output channel, or one of each. The sum has the precision of the hardware's float8 accumulator.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import features
-from ..custom_ops import opaque
+from .. import custom_ops, features
 from ..ops.quantize import quantize_input
 from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
-@opaque(lambda xq, xs, wq, ws, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
+@custom_ops.opaque(lambda xq, xs, wq, ws, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
 def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
     """The equation above without bias.
 

@@ -5,8 +5,6 @@ points: one product in int32 (`triton/int8_scaled_mm.py`). Groups, zero points, 
 (`triton/int8_grouped_mm.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -14,27 +12,20 @@ from torch import Tensor
 
 from .. import features
 from ..custom_ops import implement, note, opaque, portable
-from ..linear.scaled import INTEGERS, supports_int32
+from ..linear.scaled import supports_int32
+from ..ops import int_matmul, quantize
 from ..ops.int8_grouped_mm import int8_grouped_mm
-from ..ops.int_matmul import int32_terms
-from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_clear_width, needs_rows, register, to_rows
+from ..registry import Problem, from_rows, needs_clear_width, needs_rows, to_rows
+from .weight_only import reads_integers
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
 
 
 @opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
 def cuda_int8_mm(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None, weight_dtype: str,
+    bias: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """See `int8_grouped_mm`.
 
     Args:
@@ -61,7 +52,7 @@ def triton_grouped_mm(
     """See `int8_grouped_mm`."""
     if not wq.shape[1]:
         return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
-    if wq.shape[1] // ws.shape[1] > int32_terms(xz is not None, wz is not None or wq.dtype == torch.uint8):
+    if wq.shape[1] // ws.shape[1] > int_matmul.int32_terms(xz is not None, wz is not None or wq.dtype == torch.uint8):
         return portable(int8_grouped_mm)(xq, xs, xz, wq, ws, wz, dtype)
     return cuda_int8_mm(xq, xs, xz, wq, ws, wz, "int8" if wq.dtype == torch.int8 else "uint8", None, dtype)
 
@@ -78,20 +69,11 @@ def _supports(problem: Problem) -> str | None:
     return needs_rows(problem) or needs_clear_width(problem) or features.cuda_lacks("triton") or supports_int32(problem)
 
 
-@register(
-    "linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    activation=("int8",),
-    device="cuda",
-    priority=30,
-    supports=_supports,
-    name="cuda_int8_mm",
-)
+@reads_integers("linear", activation=("int8",), supports=_supports, name="cuda_int8_mm")
 def cuda_int8_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     rows = to_rows(x)
-    xq, xs, xz = quantize_input(rows, weight)
+    xq, xs, xz = quantize.quantize_input(rows, weight)
     # A bias of another dtype changes that of the sum, so it is added outside.
     fused = bias if bias is not None and bias.dtype == x.dtype else None
     codes = weight.qdata, weight.dense_scale(), weight.zero_point, weight.scheme.weight.dtype.name

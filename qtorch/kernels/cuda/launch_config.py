@@ -83,7 +83,8 @@ class Table:
             op, dtype, *shape = (entry.pop(key) for key in ("op", "dtype", "m", "n", "k"))
             config = construct(LaunchConfig, entry)
             numbers = [*shape, *(value for value in asdict(config).values() if type(value) is int)]
-            if not isinstance(op, str) or not isinstance(dtype, str) or not all(map(_is_number, numbers)):
+            are_numbers = all(type(number) is int and 0 < number <= 1 << 31 for number in numbers)
+            if not isinstance(op, str) or not isinstance(dtype, str) or not are_numbers:
                 raise ValueError(f"the entry {op!r:.40}, {dtype!r:.40}, {shape!r:.80}: {config!r:.400}")
             self.entries[op, dtype, (shape[0], shape[1], shape[2])] = config
 
@@ -109,10 +110,6 @@ class Table:
         same = [(p, config) for p, config in self.entries.items() if p[0] == op]
         same = [item for item in same if item[0][1] == dtype] or same
         return min(same, key=lambda item: _distance(item[0][2], shape))[1] if same else None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int and 0 < value <= 1 << 31
 
 
 def _distance(a: Shape, b: Shape) -> float:

@@ -1,26 +1,20 @@
 """The operations that several kernels share, on CUDA: by Triton, and some by torch where Triton is missing."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...primitives.affine import MappingType, ZeroPointDomain
+from ...primitives import MappingType, QuantSpec, ZeroPointDomain, qdtype
 from ...primitives.granularity import FlatBlocks
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import QuantSpec
-from .. import features
+from .. import features, registry
 from ..custom_ops import implement, note, opaque, portable
 from ..ops import block_mm as operation
+from ..ops import int_matmul
 from ..ops.adam import LARGEST_SCALE, AdamStep, Moment, check_step
-from ..ops.int_matmul import check_int8_matrices, int32_terms
 from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
 from ..ops.quantize import Quantized, has_default_rows, is_absmax_rowwise, quantize_dynamic, quantize_int8_rowwise
-from ..registry import needs_floats, register
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 LONGEST_ROW = 16384
 """Of the asymmetric kernel, which holds a row in registers."""
@@ -55,7 +49,7 @@ def cuda_quantize_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @implement("quantize_int8_rowwise", "cuda", where=_HAS_TRITON)
 def triton_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `quantize_int8_rowwise`."""
-    if x.dim() != 2 or x.dtype not in _FLOATS:
+    if x.dim() != 2 or x.dtype not in registry.FLOATS:
         return portable(quantize_int8_rowwise)(x)
     return cuda_quantize_rowwise(x, torch.int8)
 
@@ -63,10 +57,10 @@ def triton_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
 @implement("quantize_dynamic", "cuda", where=_HAS_TRITON)
 def triton_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Quantized:
     """See `quantize_dynamic`."""
-    if x.dtype in _FLOATS and _is_float8_rowwise(spec):
+    if x.dtype in registry.FLOATS and _is_float8_rowwise(spec):
         codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
         return codes, scale, None
-    if x.dtype in _FLOATS and x.shape[1] <= LONGEST_ROW and _is_int8_asymmetric(spec):
+    if x.dtype in registry.FLOATS and x.shape[1] <= LONGEST_ROW and _is_int8_asymmetric(spec):
         return cuda_quantize_asymmetric(x)
     return portable(quantize_dynamic)(x, spec)
 
@@ -87,7 +81,7 @@ def triton_int_matmul(a: Tensor, b: Tensor) -> Tensor:
     """See `int_matmul`."""
     from .triton.int8_scaled_mm import int8_scaled_mm
 
-    check_int8_matrices(a, b)
+    int_matmul.check_int8_matrices(a, b)
     note("int_matmul.triton")
     return int8_scaled_mm(a, b, None, None, torch.int32)
 
@@ -95,7 +89,7 @@ def triton_int_matmul(a: Tensor, b: Tensor) -> Tensor:
 @implement("int_matmul", "cuda", where=not _HAS_TRITON)
 def cublas_int_matmul(a: Tensor, b: Tensor) -> Tensor:
     """See `int_matmul`. cuBLASLt takes more than 16 rows and multiples of 8 of the rest: pad with zeros."""
-    check_int8_matrices(a, b)
+    int_matmul.check_int8_matrices(a, b)
     note("int_matmul.cublas")
     (m, k), n = a.shape, b.shape[1]
     rows, inner, columns = max(m, 17), -(-k // 8) * 8, -(-n // 8) * 8
@@ -110,7 +104,7 @@ def triton_tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor
     """See `tile_scaled_mm`."""
     from .triton.tile_scaled_mm import tile_scaled_mm
 
-    if a.shape[1] // max(1, a_scale.shape[1]) > int32_terms():
+    if a.shape[1] // max(1, a_scale.shape[1]) > int_matmul.int32_terms():
         return portable(operation.tile_scaled_mm)(a, b, a_scale, b_scale, dtype)
     note("tile_scaled_mm.triton")
     return tile_scaled_mm(a, b, a_scale, b_scale, dtype)
@@ -151,14 +145,14 @@ def triton_update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: floa
     update_int8(codes, scale, update, alpha, random_seed(codes.device))
 
 
-@register(
+@registry.register(
     "kv_attention",
     layout=("plain", "packed"),
     weight=("int8", "uint4", "float8_e4m3fn"),
     activation=(),
     device="cuda",
     priority=20,
-    supports=lambda problem: features.cuda_lacks("triton") or needs_floats(problem),
+    supports=lambda problem: features.cuda_lacks("triton") or registry.needs_floats(problem),
 )
 def triton_kv_attention(call: KVAttention) -> Tensor:
     """See `kv_attention`. The number of tokens in use is read by the kernel, not on the host."""

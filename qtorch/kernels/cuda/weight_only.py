@@ -5,29 +5,21 @@
 Codes are read as the layout stores them; `triton/intx_weight_mm.py` has the variants of the computation.
 """
 
-from __future__ import annotations
-
+import functools
 from typing import Any
 
 from torch import Tensor
 
-from .. import features
-from ..custom_ops import opaque
+from .. import custom_ops, features
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, from_rows, needs_clear_width, needs_floats, needs_matrix, needs_rows, register, to_rows
 
 
-@opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
+@custom_ops.opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
 def cuda_weight_mm(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    middle: float,
-    domain: str,
+    x: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float, domain: str,
     bias: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The equation above.
 
     Args:
@@ -65,16 +57,11 @@ def _supports(problem: Problem) -> str | None:
     return None
 
 
-@register(
-    "linear",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    activation=(),
-    device="cuda",
-    priority=30,
-    supports=_supports,
-    name="cuda_weight_mm",
-)
+reads_integers = functools.partial(register, layout=("plain", "packed"), weight=INTEGERS, device="cuda", priority=30)
+"""`register` of kernels by Triton for integer weights, packed or not."""
+
+
+@reads_integers("linear", activation=(), supports=_supports, name="cuda_weight_mm")
 def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only integer scheme."""
     fused = bias if bias is not None and bias.dtype == x.dtype else None

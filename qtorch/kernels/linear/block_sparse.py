@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain
-from ...primitives.layouts.packed import can_pack_bits, unpack_codes
-from ...primitives.qdtype import QDType, qdtype
+from ...primitives import QDType, ZeroPointDomain, qdtype
+from ...primitives.layouts import can_pack_bits, unpack_codes
 from ..custom_ops import opaque
 from ..ops.int8_grouped_mm import int8_grouped_mm
 from ..ops.quantize import dequantize_rows, quantize_input

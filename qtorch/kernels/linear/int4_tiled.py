@@ -8,17 +8,14 @@ fp16 it is not vectorized. In these cases, and on CUDA for other dtypes, slices 
 dequantized.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...primitives.affine import ZeroPointDomain
+from ...primitives import ZeroPointDomain, qdtype
 from ...primitives.layouts.tensor_core_tiled import cpu_packing, unpack_cpu, unpack_cuda
-from ...primitives.qdtype import qdtype
 from .. import features
 from ..custom_ops import implement, note, opaque, portable
 from ..ops.weight_only_mm import CodeNumerics, multiply_codes
@@ -74,13 +71,16 @@ def _supports(problem: Problem) -> str | None:
     return None if problem.device in ("cpu", "cuda") and not torch.version.hip else "runs on CPU and CUDA"
 
 
+NOTE = "bf16 inputs: scales and zero points are rounded to bf16"
+
+
 @register(
     "linear",
     layout="tensor_core_tiled",
     activation=(),
     priority=10,
     supports=_supports,
-    note="bf16 inputs: scales and zero points are rounded to bf16",
+    note=NOTE,
     name="int4_tiled_mm",
 )
 def int4_tiled_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...primitives.codebooks import CodebookSpec, dequantize_codebook
-from ...primitives.granularity import block_of
+from ...primitives import CodebookSpec, dequantize_codebook, granularity
 from ...primitives.layouts.packed import unpack_bits
 from ..custom_ops import opaque
 from ..ops.weight_only_mm import multiply_slices, scale_of_slice, slice_length
@@ -44,7 +43,7 @@ def lut_weight_mm(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: 
         # Work on the transpose, whose rows are contiguous in memory.
         qdata, scale, shape = qdata.t(), scale.t(), shape[::-1]
         table = table if table.dim() == 1 else table.transpose(0, 1)
-    block, columns = block_of(shape, scale.shape), shape[1]
+    block, columns = granularity.block_of(shape, scale.shape), shape[1]
 
     def dequantize(start: int, stop: int) -> Tensor:
         codes = unpack_bits(qdata[start:stop], bits, columns)

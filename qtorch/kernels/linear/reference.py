@@ -8,8 +8,6 @@ and an int32 might not. With ``PortableLayout(qdq=True)``, and with activations 
 are dequantized and multiplied in fp32.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -18,24 +16,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...primitives.granularity import block_of
+from ..ops import int_matmul, quantize
 from ..ops.int8_grouped_mm import EXACT_TERMS, is_at_most, without_large
-from ..ops.int_matmul import int32_terms
-from ..ops.portable import dequantized_weight, fake_quantized, quantize_portably
-from ..ops.quantize import dequantize_rows, quantize_input
+from ..ops.portable import NOTE, dequantized_weight, fake_quantized, quantize_portably
 from ..registry import REFERENCE, Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 from .scaled import INTEGERS, supports
 
 
 @register("linear", spec=None, priority=REFERENCE, rotated=True, name="reference")
 def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """x (..., K) times a weight (N, K), or (E, N, K) with x (E, M, K); plus bias (N).
-
-    The reference defines the correct result for every scheme, layout and device, without regard to speed. Weight-only:
-    dequantize in fp32, multiply in fp32. With quantized activations: the integer sums of each block of K exactly (in
-    float64, which holds every int32), times the weight's scale and added up in fp32 in the order of the blocks, times
-    the activation's scale. A NaN or an infinity in a row of the input gives NaN or infinities in all of that row's
-    outputs, and changes no other row.
-    """
+    """x (..., K) times a weight (N, K), or (E, N, K) with x (E, M, K); plus bias (N). The reference defines the correct
+    result for every scheme, layout and device, without regard to speed. Weight-only: dequantize in fp32, multiply in
+    fp32. With quantized activations: the integer sums of each block of K exactly (in float64, which holds every int32),
+    times the weight's scale and added up in fp32 in the order of the blocks, times the activation's scale. A NaN or an
+    infinity in a row of the input gives NaN or infinities in all of that row's outputs, and changes no other row."""
     spec, activation = weight.scheme.weight, weight.scheme.activation
     codes, scale, zero_point = weight.plain()
     if activation is None:
@@ -44,10 +38,10 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     count = rows.shape[0]
     # A block of activations may span rows; the last one is completed with zeros.
     missing = -count % max(activation.granularity.pattern(2)[0], 1)
-    xq, xs, xz = quantize_input(functional.pad(rows, (0, 0, 0, missing)), weight)
+    xq, xs, xz = quantize.quantize_input(functional.pad(rows, (0, 0, 0, missing)), weight)
     in_floats = activation.dtype.is_floating_point or spec.dtype.is_floating_point or spec.zero_point_domain.is_real
     if in_floats or len(weight.scheme.shape) > 2:
-        x32 = dequantize_rows(activation, xq, xs, xz)[:count].reshape(x.shape)
+        x32 = quantize.dequantize_rows(activation, xq, xs, xz)[:count].reshape(x.shape)
         # The rotations of the weight and of the activation cancel.
         y = torch.matmul(x32, spec.unrotated.dequantize(codes, scale, zero_point).mT)
     else:
@@ -83,14 +77,7 @@ def _integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: 
     return total * up
 
 
-@register(
-    "linear",
-    layout="portable",
-    spec=None,
-    priority=100,
-    supports=needs_matrix,
-    note="operators of torch alone, for export: it dequantizes the weight on each call",
-)
+@register("linear", layout="portable", spec=None, priority=100, supports=needs_matrix, note=NOTE)
 def portable_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any scheme."""
     scheme = weight.scheme
@@ -99,7 +86,7 @@ def portable_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     if scheme.layout.qdq:
         return _in_float(fake_quantized(x, weight), x, weight, bias)
     if scheme.activation.dtype.is_floating_point:
-        real = dequantize_rows(scheme.activation, *quantize_portably(to_rows(x), weight))
+        real = quantize.dequantize_rows(scheme.activation, *quantize_portably(to_rows(x), weight))
         return _in_float(real.reshape(x.shape), x, weight, bias)
     problem = Problem("linear", scheme, x.dtype, x.device.type)
     if scheme.activation.dtype.name != "int8" or scheme.weight.dtype.name not in INTEGERS or supports(problem):
@@ -119,7 +106,7 @@ def integer_product(xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: T
     """The second equation without bias, (M, N) in fp32, from codes (M, K) and (N, K)."""
     ws, up = without_large(ws)
     unsigned = wq.dtype == torch.uint8
-    if ws.shape[1] == 1 and is_at_most(wq.shape[1], int32_terms(xz is not None, wz is not None or unsigned)):
+    if ws.shape[1] == 1 and is_at_most(wq.shape[1], int_matmul.int32_terms(xz is not None, wz is not None or unsigned)):
         total = torch.mm(xq.int(), wq.int().t())
         if wz is not None:
             total = total - xq.sum(1, keepdim=True, dtype=torch.int32) * wz.int().t()

@@ -7,20 +7,17 @@ fp32 in the order of the groups. So the result does not depend on the machine, a
 the same bits. Of a packed weight, a slice of rows is unpacked and multiplied at a time, with the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...primitives import qdtype
 from ...primitives.layouts.packed import RowsInSlices
-from ...primitives.qdtype import qdtype
 from ..custom_ops import opaque
-from ..ops.block_mm import int8_block_mm, pad_to_blocks
+from ..ops import block_mm, int_matmul
 from ..ops.int8_grouped_mm import WEIGHT_SLICE, fusible_int8_mm, int8_grouped_mm
-from ..ops.int_matmul import int32_terms
 from ..ops.quantize import dequantize_rows, quantize_input, quantize_rows
 from ..ops.weight_only_mm import code_arguments, weight_only_mm
 from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, needs_rows, register, to_rows
@@ -52,7 +49,7 @@ def supports_int32(problem: Problem) -> str | None:
     group = scheme.weight.block_size(scheme.shape)[-1]
     assert scheme.activation is not None
     of_weight = scheme.weight.has_zero_point or not scheme.weight.dtype.is_signed
-    most = int32_terms(scheme.activation.has_zero_point, of_weight)
+    most = int_matmul.int32_terms(scheme.activation.has_zero_point, of_weight)
     return supports(problem) or (
         f"takes groups of at most {most} columns, the weight has {group}" if group > most else None
     )
@@ -144,8 +141,8 @@ def int8_block_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -
     """Linear: quantize the activation in blocks, the last rows completed with zeros, then `int8_block_mm`."""
     rows, spec = to_rows(x), weight.scheme.activation
     assert spec is not None
-    xq, xs, _ = quantize_rows(pad_to_blocks(rows, spec.granularity), spec)
-    return from_rows(int8_block_mm(xq, xs, *weight.plain()[:2], x.dtype)[: rows.shape[0]], x, bias)
+    xq, xs, _ = quantize_rows(block_mm.pad_to_blocks(rows, spec.granularity), spec)
+    return from_rows(block_mm.int8_block_mm(xq, xs, *weight.plain()[:2], x.dtype)[: rows.shape[0]], x, bias)
 
 
 EMULATED = "emulated in fp32: the accuracy of the format, not its speed"

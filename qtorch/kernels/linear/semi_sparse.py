@@ -7,22 +7,17 @@ Everywhere else a slice of the weight is unpacked and multiplied at a time, as f
 activations that gives the same bits. There sparsity saves memory only, and unpacking costs time.
 """
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain
+from ...primitives import ZeroPointDomain, qdtype
 from ...primitives.layouts.semi_sparse import decompress_cusparselt, unpack_2_4
-from ...primitives.qdtype import qdtype
 from ..custom_ops import opaque
-from ..ops.int8_grouped_mm import without_large
-from ..ops.int_matmul import int32_terms
-from ..ops.quantize import dequantize_rows, quantize_input
-from ..ops.weight_only_mm import CodeNumerics, multiply_codes
+from ..ops import int8_grouped_mm, int_matmul, quantize, weight_only_mm
 from ..registry import from_rows, needs_matrix, register, to_rows
 from .scaled import EMULATED, multiply_int8_slices, supports_rows
 
@@ -35,9 +30,7 @@ def _wide(xq: Tensor) -> torch.dtype:
 @opaque(lambda xq, qdata, n: xq.new_empty(xq.shape[0], n, dtype=_wide(xq)))
 def cusparselt_mm(xq: Tensor, qdata: Tensor, n: int) -> Tensor:
     """Codes (M, K) times the compressed weight (N, K), on CUDA: (M, N), int32 and exact from int8, fp32 from float8.
-
-    cuSPARSELt takes multiples of 32 of N and K (the weight has them) and of 16 of M: pad with zeros.
-    """
+    cuSPARSELt takes multiples of 32 of N and K (the weight has them) and of 16 of M: pad with zeros."""
     m, k = xq.shape
     columns, rows = qdata.shape[1] // 5 * 8, max(16, m + -m % 16)
     x = xq.new_zeros(rows, columns)
@@ -73,9 +66,9 @@ def semi_sparse_weight_mm(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Te
         dtype: name of the `QDType` of the codes.
     """
     kind, k = qdtype(dtype), x.shape[1]
-    numerics = CodeNumerics(scale, None, kind, kind.quant_min, kind.quant_max, ZeroPointDomain.NONE)
+    numerics = weight_only_mm.CodeNumerics(scale, None, kind, kind.quant_min, kind.quant_max, ZeroPointDomain.NONE)
     read = _reader(qdata, n, k, kind.storage) if axis == -1 else _reader(qdata.t(), k, n, kind.storage)
-    return multiply_codes(x, (n, k), read, numerics, axis)
+    return weight_only_mm.multiply_codes(x, (n, k), read, numerics, axis)
 
 
 def _is_compressed(qdata: Tensor) -> bool:
@@ -88,61 +81,39 @@ def _per_row(scale: Tensor, rows: int) -> bool:
     return scale.shape[1] == 1 and scale.shape[0] in (1, rows)
 
 
-@register(
-    "linear",
-    layout="semi_sparse",
-    weight=("int8",),
-    activation=("int8",),
-    priority=20,
-    supports=supports_rows,
-    note="on CPU it saves memory and costs time: codes are unpacked on each call",
-)
+NOTE = "on CPU it saves memory and costs time: codes are unpacked on each call"
+_register = functools.partial(register, "linear", layout="semi_sparse", supports=needs_matrix)
+
+
+@_register(weight=("int8",), activation=("int8",), priority=20, supports=supports_rows, note=NOTE)
 def semi_sparse_int8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
-    xq, xs, xz = quantize_input(to_rows(x), weight)
+    xq, xs, xz = quantize.quantize_input(to_rows(x), weight)
     qdata, ws = weight.qdata, weight.dense_scale()
-    if _is_compressed(qdata) and ws.shape[1] == 1 and xz is None and xq.shape[1] <= int32_terms():
-        ws, up = without_large(ws)
+    if _is_compressed(qdata) and ws.shape[1] == 1 and xz is None and xq.shape[1] <= int_matmul.int32_terms():
+        ws, up = int8_grouped_mm.without_large(ws)
         y = (cusparselt_mm(xq, qdata, ws.shape[0]).float() * ws.t() * xs * up).to(x.dtype)
     else:
         y = semi_sparse_int8_mm(xq, xs, xz, qdata, ws, x.dtype)
     return from_rows(y, x, bias)
 
 
-@register(
-    "linear", layout="semi_sparse", activation=("float8_e4m3fn",), device="cuda", priority=20, supports=needs_matrix
-)
-@register(
-    "linear",
-    layout="semi_sparse",
-    activation=("float8_e4m3fn",),
-    priority=10,
-    supports=needs_matrix,
-    note=EMULATED,
-    emulates=True,
-    name="emulated_semi_sparse_mm",
-)
+@_register(activation=("float8_e4m3fn",), device="cuda", priority=20)
+@_register(activation=("float8_e4m3fn",), priority=10, note=EMULATED, emulates=True, name="emulated_semi_sparse_mm")
 def semi_sparse_float8_scaled_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, multiply the codes, then the scales in fp32."""
     scheme, qdata, ws = weight.scheme, weight.qdata, weight.dense_scale()
-    xq, xs, xz = quantize_input(to_rows(x), weight)
+    xq, xs, xz = quantize.quantize_input(to_rows(x), weight)
     n = scheme.shape[0]
     if qdata.dtype == xq.dtype and _per_row(ws, n) and _per_row(xs, xq.shape[0]) and xz is None:
         y = cusparselt_mm(xq, qdata, n) * ws.float().t() * xs.float()
     else:
-        x32 = dequantize_rows(scheme.activation, xq, xs, xz)
+        x32 = quantize.dequantize_rows(scheme.activation, xq, xs, xz)
         y = semi_sparse_weight_mm(x32, qdata, n, scheme.layout.packed_axis, ws, scheme.weight.dtype.name)
     return from_rows(y.to(x.dtype), x, bias)
 
 
-@register(
-    "linear",
-    layout="semi_sparse",
-    activation=(),
-    priority=10,
-    supports=needs_matrix,
-    note="unpacks and dequantizes on each call: it saves memory and costs time",
-)
+@_register(activation=(), priority=10, note="unpacks and dequantizes on each call: it saves memory and costs time")
 def semi_sparse_weight_only_mm(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with an input in floating point."""
     scheme, ws = weight.scheme, weight.dense_scale()

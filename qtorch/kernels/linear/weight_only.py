@@ -5,18 +5,14 @@
 A slice of the weight is unpacked, dequantized and multiplied at a time (`ops/weight_only_mm.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain
+from ...primitives import ZeroPointDomain, qdtype
 from ...primitives.layouts.packed import RowsInSlices, unpack_codes
-from ...primitives.qdtype import qdtype
-from .. import features
-from ..custom_ops import note, opaque
+from .. import custom_ops, features
 from ..ops.weight_only_mm import CodeNumerics, code_arguments, multiply_codes, weight_only_mm
 from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 
@@ -31,7 +27,7 @@ def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) 
     return from_rows(y, x, bias)
 
 
-@opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
+@custom_ops.opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
 def packed_weight_mm(
     x: Tensor, qdata: Tensor, n: int, axis: int,
     scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str,
@@ -57,18 +53,14 @@ def packed_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
 MAX_ROWS = {True: 16, False: 1 << 30}  # of x for the packed product, by whether the CPU has bf16 products
 
 
-@opaque(lambda x, codes, scale: x.new_empty(x.shape[0], codes.shape[0]))
+@custom_ops.opaque(lambda x, codes, scale: x.new_empty(x.shape[0], codes.shape[0]))
 def int8_weight_mm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """y[m, n] = (sum_k x[m, k] * codes[n, k]) * scale[n].
-
-    `aten::_weight_int8pack_mm` reads the int8 codes once, without a dequantized copy, and beats bf16 F.linear by 2 to 3
-    times at small M. At larger M it is slower, from the fewer rows on the faster the CPU multiplies bf16 (measured:
-    docs/performance/how_it_works.md).
-
-    x is bf16 or fp16, the codes int8, and the scale (N, 1) is rounded to the dtype of x, which is that of the result.
-    """
+    """y[m, n] = (sum_k x[m, k] * codes[n, k]) * scale[n]. `aten::_weight_int8pack_mm` reads the int8 codes once,
+    without a dequantized copy, and beats bf16 F.linear by 2 to 3 times at small M. At larger M it is slower, from the
+    fewer rows on the faster the CPU multiplies bf16 (measured: docs/performance/how_it_works.md). x is bf16 or fp16,
+    the codes int8, and the scale (N, 1) is rounded to the dtype of x, which is that of the result."""
     if x.shape[0] <= MAX_ROWS[features.cpu_has("bf16")]:
-        note("int8_weight_mm.int8pack")
+        custom_ops.note("int8_weight_mm.int8pack")
         return torch.ops.aten._weight_int8pack_mm(x.contiguous(), codes.contiguous(), scale.reshape(-1).to(x.dtype))
     return weight_only_mm(x, codes, scale, None, "int8", -128.0, 127.0, "NONE")
 

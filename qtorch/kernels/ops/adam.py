@@ -17,22 +17,16 @@ function of the key and of the element's number, so that a resumed run repeats t
 those of the whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain
-from ...primitives.codebooks import CodebookSpec, power_spec
-from ...primitives.granularity import FlatBlocks, PerRow
-from ...primitives.layouts.packed import can_pack_bits, pack_codes, packed_length, unpack_codes
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import QuantSpec
-from ..custom_ops import by_device
-from ..registry import FLOATS
+from ...primitives import CodebookSpec, PerRow, QuantSpec, ZeroPointDomain, codebooks, qdtype
+from ...primitives.granularity import FlatBlocks
+from ...primitives.layouts import can_pack_bits, pack_codes, packed_length, unpack_codes
+from .. import custom_ops, registry
 
 _FLOAT8 = QuantSpec(qdtype("float8_e4m3fn"), PerRow(), zero_point_domain=ZeroPointDomain.NONE)
 
@@ -46,8 +40,8 @@ class MomentForm(NamedTuple):
 
 
 _FORMS = (
-    MomentForm("8", power_spec("uint8", 4, True), power_spec("uint8", 4, False)),
-    MomentForm("4", power_spec("uint4", 2, True), power_spec("uint4", 2, False)),
+    MomentForm("8", codebooks.power_spec("uint8", 4, True), codebooks.power_spec("uint8", 4, False)),
+    MomentForm("4", codebooks.power_spec("uint4", 2, True), codebooks.power_spec("uint4", 2, False)),
     MomentForm("float8", _FLOAT8, _FLOAT8),
 )
 FORMS = {form.name: form for form in _FORMS}
@@ -77,7 +71,7 @@ class AdamStep:
     first: int = 0  # number of the first element of the weight, where it is a shard
 
 
-@by_device
+@custom_ops.by_device
 @torch.no_grad()
 def adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep) -> None:
     """One step, in place; this function defines the numbers.
@@ -184,7 +178,7 @@ def check_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: Flat
     """Raise `ValueError` if a kernel would read or write outside of these tensors."""
     count = blocks.rows * blocks.length
     wanted: list[tuple[str, Tensor | None, int, tuple[torch.dtype, ...]]] = []
-    wanted += [("weight", weight, count, FLOATS), ("grad", grad, count, FLOATS)]
+    wanted += [("weight", weight, count, registry.FLOATS), ("grad", grad, count, registry.FLOATS)]
     for name, moment in zip(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), moments, strict=False):
         if step.form == "32":
             wanted.append((name, moment.data, count, (torch.float32,)))

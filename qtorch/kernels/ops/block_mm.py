@@ -6,8 +6,6 @@ The inner sum of int8 codes is an exact integer; the outer one runs in fp32 in t
 the two operands' blocks, so that the result does not depend on the machine. Symmetric codes only.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -15,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...primitives.granularity import Granularity
+from ...primitives import Granularity
 from ..custom_ops import opaque
-from .int8_grouped_mm import int8_sums
-from .int_matmul import EXACT_SLICE
+from . import int8_grouped_mm, int_matmul
 
 
 @opaque(lambda xq, xs, wq, ws, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
@@ -33,9 +30,9 @@ def int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.d
     if not (xq.numel() and wq.numel()):
         return xs.new_zeros(xq.shape[0], wq.shape[0], dtype=dtype)
     groups = max(xs.shape[1], ws.shape[1])
-    if wq.shape[1] <= EXACT_SLICE * groups and xq.device.type == "cpu":
+    if wq.shape[1] <= int_matmul.EXACT_SLICE * groups and xq.device.type == "cpu":
         return _sum_of_groups(xq.float(), wq.float(), xs, ws, groups, lambda x, w: torch.mm(x, w.t())).to(dtype)
-    sums = lambda x, w: int8_sums(x.contiguous(), None, w.contiguous(), None).float()  # noqa: E731
+    sums = lambda x, w: int8_grouped_mm.int8_sums(x.contiguous(), None, w.contiguous(), None).float()  # noqa: E731
     return _sum_of_groups(xq, wq, xs, ws, groups, sums).to(dtype)
 
 

@@ -5,8 +5,6 @@ is the product with expert ``experts[t, r]``. An index that names no expert, bel
 that is how rows behind the last group, and tokens of experts on other devices, are left out.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...primitives.granularity import granularity_of
-from ...primitives.spec import Scheme
+from ...primitives import Scheme, granularity
 
 
 def experts_of_groups(offsets: Tensor, rows: int) -> Tensor:
@@ -35,9 +32,9 @@ def scheme_of_expert(scheme: Scheme) -> Scheme | None:
     # A word for all that is not a block of its own, so that both are one scheme.
     own = scheme.weight.granularity
     try:
-        word = own if own.pattern(2) == tuple(pattern) else granularity_of(pattern)
+        word = own if own.pattern(2) == tuple(pattern) else granularity.granularity_of(pattern)
     except ValueError:  # it names three axes
-        word = granularity_of(pattern)
+        word = granularity.granularity_of(pattern)
     weight = scheme.weight.with_granularity(word)
     return Scheme(replace(scheme.spec, weight=weight), shape[1:], scheme.dtype)
 

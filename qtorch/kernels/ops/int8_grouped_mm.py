@@ -7,15 +7,12 @@ weight (one, for a scale per row), runs in fp32 in the order of the groups. So t
 machine, and training with the same spec sees the same bits.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch
 from torch import Tensor
 
-from ..custom_ops import by_device, opaque
-from ..registry import power_if_larger
+from .. import custom_ops, registry
 from .int_matmul import int32_terms, int_matmul, int_sums
 
 WEIGHT_SLICE = 4 << 20  # bytes of a grouped weight that are converted to floating point at a time
@@ -24,7 +21,7 @@ EXACT_TERMS = 2**24 // (256 * 256)  # that fp32 accumulates exactly if both fact
 LARGE_SCALE = 2.0**80  # beyond it, the product of a scale with a sum of codes may be infinite
 
 
-@opaque(lambda xq, xs, xz, wq, ws, wz, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
+@custom_ops.opaque(lambda xq, xs, xz, wq, ws, wz, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
 def int8_grouped_mm(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -60,7 +57,7 @@ def without_large(ws: Tensor) -> tuple[Tensor, Tensor]:
     """Scales (N, G) in fp32 whose products with sums of codes are finite, and powers of two (1, N) that are multiplied
     last: 1, but for rows with scales near the largest number. So a result is finite where fp32 can represent it."""
     ws = ws.float()
-    up = power_if_larger(ws, LARGE_SCALE, 2.0**48)
+    up = registry.power_if_larger(ws, LARGE_SCALE, 2.0**48)
     return ws / up, up.t()
 
 
@@ -114,7 +111,7 @@ def fusible_int8_mm(
     return int8_grouped_mm(xq, xs, xz, wq, ws, wz, dtype)
 
 
-@by_device
+@custom_ops.by_device
 def int8_product(
     xq: Tensor, xs: Tensor, xz: Tensor | None, wq: Tensor, ws: Tensor, wz: Tensor | None, group: int, dtype: torch.dtype
 ) -> Tensor:

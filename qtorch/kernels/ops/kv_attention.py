@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...primitives.layouts.plain import smallest_layout
-from ...primitives.spec import LinearSpec, Scheme
+from ...primitives import LinearSpec, Scheme
+from ...primitives.layouts import smallest_layout
 from ..cache_form import CacheForm, cache_form
 from ..custom_ops import opaque
 from ..registry import FLOATS, REFERENCE, Problem, lookup, register

@@ -5,21 +5,19 @@ weights by them. They compute (codes - zero_point) * scale in fp32, as the primi
 Everything else runs the primitives.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives import QuantSpec, Scheme, ZeroPointDomain, dequantize_affine, qdtype
 from ...primitives.granularity import Block, BlockView, PerRow
 from ...primitives.layouts.portable import is_per_row
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import QuantSpec, Scheme
 from ..custom_ops import portable
 from . import quantize
+
+NOTE = "operators of torch alone, for export: it dequantizes the weight on each call"
 
 
 def decomposed() -> Any:
@@ -91,9 +89,7 @@ def quantize_portably(x: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor | 
 
 def fake_quantized(x: Tensor, weight: Any) -> Tensor:
     """`x` (any shape with rows along the last axis), quantized and dequantized in fp32 by operators that backends know.
-
-    NaN and infinities are not carried from a row to its outputs, unlike in `quantize_input`.
-    """
+    NaN and infinities are not carried from a row to its outputs, unlike in `quantize_input`."""
     scheme: Scheme = weight.scheme
     spec, ops = scheme.activation, decomposed()
     assert spec is not None

@@ -5,17 +5,11 @@
 A row that holds a NaN or an infinity has a scale that is NaN or infinite; it does not affect the other rows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType, check_floating_point, lost_rows, with_non_finite, without_rows
-from ...primitives.layouts.packed import pack_codes
-from ...primitives.qdtype import qdtype
-from ...primitives.rounding import Rounding
-from ...primitives.scale_rules import MinMaxRule
-from ...primitives.spec import QuantSpec
+from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, affine, qdtype
+from ...primitives.layouts import pack_codes
 from ..cache_form import CacheForm, Parts
 from ..custom_ops import by_device
 from ..registry import QuantizedWeight
@@ -32,7 +26,7 @@ def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: x is not in floating point.
     """
-    check_floating_point("quantize_int8_rowwise", x)
+    affine.check_floating_point("quantize_int8_rowwise", x)
     if x.shape[-1] == 0:
         return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), _TINY, dtype=torch.float32)
     scale = (x.abs().amax(-1, keepdim=True).float() / 127.0).clamp(min=_TINY)
@@ -57,7 +51,7 @@ def quantize_static(x: Tensor, spec: QuantSpec, scale: Tensor, zero_point: Tenso
     """(codes, scale, zero_point) of `x` (M, K) with the given scale. If the code dtype has no NaN, the result has a
     scale per row, NaN for rows that hold a NaN or an infinity."""
     codes = spec.quantize(x, scale, zero_point)
-    return codes, *_of_rows(spec, scale, zero_point, None if spec.dtype.has_nan else lost_rows(x))
+    return codes, *_of_rows(spec, scale, zero_point, None if spec.dtype.has_nan else affine.lost_rows(x))
 
 
 @by_device
@@ -66,14 +60,14 @@ def quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
     scale per row, like that of `quantize_static`."""
     if not x.shape[0] or not shares_scales(spec):
         return quantize_dynamic(x, spec)
-    lost = lost_rows(x)
-    scale, zero_point = spec.choose_qparams(without_rows(x, lost))
+    lost = affine.lost_rows(x)
+    scale, zero_point = spec.choose_qparams(affine.without_rows(x, lost))
     return spec.quantize(x, scale, zero_point), *_of_rows(spec, scale, zero_point, None if spec.dtype.has_nan else lost)
 
 
 def without_lost_rows(x: Tensor, spec: QuantSpec) -> Tensor:
     """The values that the scales of `x` (M, K) are chosen from: if rows share scales, non-finite rows are zeroed."""
-    return without_rows(x, lost_rows(x)) if x.shape[0] and shares_scales(spec) else x
+    return affine.without_rows(x, affine.lost_rows(x)) if x.shape[0] and shares_scales(spec) else x
 
 
 def shares_scales(spec: QuantSpec) -> bool:
@@ -137,23 +131,19 @@ def has_default_rows(spec: QuantSpec) -> bool:
 
 @by_device
 def quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
-    """Codes and scales of tokens (B, H, T, D), one scale a token of a head; those of the primitives bit for bit.
-
-    A token with a NaN or an infinity has a scale that is NaN, and changes no other token.
-    """
+    """Codes and scales of tokens (B, H, T, D), one scale a token of a head; those of the primitives bit for bit. A
+    token with a NaN or an infinity has a scale that is NaN, and changes no other token."""
     return _quantize(x, form.values, form)
 
 
 def quantize_keys_and_values(keys: Tensor, values: Tensor, form: CacheForm) -> tuple[Parts, Parts]:
-    """Codes and scales of keys and values (B, H, T, D), T a multiple of `form.block`.
-
-    A token with a NaN or an infinity has a scale that is NaN, and changes no other token: where tokens share the scales
-    of their keys, the scale of its value is NaN.
-    """
+    """Codes and scales of keys and values (B, H, T, D), T a multiple of `form.block`. A token with a NaN or an infinity
+    has a scale that is NaN, and changes no other token: where tokens share the scales of their keys, the scale of its
+    value is NaN."""
     if not form.block:
         return quantize_tokens(keys, form), quantize_tokens(values, form)
     highest = keys.abs().amax(-1, keepdim=True).float()
-    lost = with_non_finite(torch.zeros_like(highest), highest)
+    lost = affine.with_non_finite(torch.zeros_like(highest), highest)
     codes, scale, *zero = quantize_tokens(values, form)
     scale = (scale.float() + lost).to(scale.dtype)
     return _quantize(torch.where(lost == 0, keys, 0), form.keys, form), (codes, scale, *zero)

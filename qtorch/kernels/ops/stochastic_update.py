@@ -7,12 +7,10 @@ On CUDA it is one pass (`cuda/shared_ops.py`). Random numbers come from torch's 
 which a CUDA graph advances on each replay.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from ...primitives.rounding import Rounding, round_to_integer
+from ...primitives import Rounding, round_to_integer
 from ..custom_ops import by_device
 
 

@@ -15,13 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain, dequantize_affine, dequantize_split
-from ...primitives.granularity import BlockView, block_of
-from ...primitives.qdtype import QDType, qdtype
-from ...primitives.spec import QuantSpec
-from .. import features
-from ..custom_ops import by_device, note, opaque
-from ..registry import power_if_larger
+from ...primitives import QDType, QuantSpec, ZeroPointDomain, affine, dequantize_affine, granularity, qdtype
+from .. import custom_ops, features, registry
 from .int_matmul import int32_terms, int_matmul
 
 SLICES = 3
@@ -53,7 +48,7 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
     fits = (high <= MAX_RATIO * size.mean(1, keepdim=True)) & ((high == 0) | (high > 2.0**-90)) | (lost != 0)
     if not bool(fits.all()):
         return None
-    note("fixed_point_mm")
+    custom_ops.note("fixed_point_mm")
     scale = torch.where(high == 0, 1.0, high / 127) + lost
     slices, scales, rest = [], [], x
     for _ in range(SLICES):
@@ -66,7 +61,7 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
     return (sums * torch.stack(scales)).sum(0)
 
 
-@by_device
+@custom_ops.by_device
 def dequantize_codes(
     codes: Tensor, scale: Tensor | None, zero_point: Tensor | None, kind: QDType,
     low: float, high: float, domain: ZeroPointDomain, dtype: torch.dtype,
@@ -75,7 +70,7 @@ def dequantize_codes(
     scale; without a scale, the values of the codes themselves. The result (M, K) is in `dtype`."""
     if scale is None:
         return kind.decode(codes).to(dtype) if kind.format else codes.to(dtype)
-    block = block_of(codes.shape, scale.shape)
+    block = granularity.block_of(codes.shape, scale.shape)
     return dequantize_affine(codes, block, scale, zero_point, kind, low, high, domain, dtype)
 
 
@@ -84,7 +79,7 @@ EVEN_ROWS = 128  # matrix products take up to a third longer with slices that ar
 LARGE = 2.0**64  # beyond it, products of the input with codes that are not scaled yet may be infinite
 
 
-@opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
+@custom_ops.opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
 def weight_only_mm(
     x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
 ) -> Tensor:
@@ -131,12 +126,12 @@ def multiply_codes(
         read: ``read(start, stop)`` gives the codes of these rows of the weight; with `axis` -2, of its transpose.
     """
     (n, k), (scale, zero_point, kind, low, high, domain) = shape, numerics
-    block = block_of(shape, scale.shape)
+    block = granularity.block_of(shape, scale.shape)
     # Scale each result instead of each weight; not in fp16, where the sums of codes could overflow.
     scale_last = axis == -1 and zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
     if scale_last:
         # A row near the largest number is multiplied with codes as a smaller one, exactly.
-        up = power_if_larger(x.abs(), LARGE, LARGE)
+        up = registry.power_if_larger(x.abs(), LARGE, LARGE)
         x = x / up
     elif axis != -1:  # work on the transpose, whose rows are contiguous in memory
         block, scale, zero_point = block[::-1], scale.t(), None if zero_point is None else zero_point.t()
@@ -154,10 +149,10 @@ def multiply_codes(
         own_zero = None if zero_point is None else scale_of_slice(zero_point, start, stop, block[0])
         if own_scale is None or kind.format:
             return dequantize_codes(codes, own_scale, own_zero, kind, low, high, domain, x.dtype)
-        view = BlockView(codes.shape, (min(block[0], count), block[1]))
+        view = granularity.BlockView(codes.shape, (min(block[0], count), block[1]))
         split = view.split(numbers[:count].copy_(codes))
         split_zero = None if own_zero is None else view.split_scale(own_zero)
-        dequantize_split(split, view.split_scale(own_scale), split_zero, (low, high), domain, out=split)
+        affine.dequantize_split(split, view.split_scale(own_scale), split_zero, (low, high), domain, out=split)
         return numbers[:count] if reals is numbers else reals[:count].copy_(numbers[:count])
 
     y = multiply_slices(x, n, step, dequantize, axis)

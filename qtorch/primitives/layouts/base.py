@@ -114,7 +114,7 @@ class Layout:
         tensors: names of the inner tensors that `pack` returns; those it leaves out are None.
         any_codes: whether it can hold all codes of the schemes that it accepts. Otherwise a view that has to unpack the
             codes gets the plain layout.
-        traces_views: whether torch.export sees views of the inner tensors; see `dtypes.traced_views`.
+        traces_views: whether torch.export sees views of the inner tensors; see `dtypes.views`.
     """
 
     name: ClassVar[str]

@@ -1,7 +1,5 @@
 """PlainLayout: unpacked codes, scale and zero point, as the primitives return them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..qdtype import QDType

@@ -6,8 +6,6 @@ shape of the convolution, zero points are int32, in which their difference to a 
 two are fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -79,11 +79,9 @@ def packed_length_2_4(length: int) -> int:
 
 
 def pack_2_4(codes: Tensor, axis: int = -1) -> Tensor:
-    """Pack 2:4 sparse codes in any one-byte dtype along `axis` into uint8; format at the top of the file.
-
-    A code is zero if its byte is zero, so the negative zero of float8 is not. `ValueError` if a run of four has more
-    than two codes that are not zero.
-    """
+    """Pack 2:4 sparse codes in any one-byte dtype along `axis` into uint8; format at the top of the file. A code is
+    zero if its byte is zero, so the negative zero of float8 is not. `ValueError` if a run of four has more than two
+    codes that are not zero."""
     fours = runs_of_four(codes.view(torch.uint8).movedim(axis, -1), _GROUP)
     nonzero = fours != 0
     if not codes.is_meta and (broken := int((nonzero.sum(-1) > 2).sum())):

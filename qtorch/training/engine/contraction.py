@@ -9,8 +9,6 @@ those of the full-precision contraction, computed by quantized matmuls: rounding
 `gradients` says more.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -20,9 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
-from ...primitives import QuantSpec, Rounding
-from ...primitives.granularity import granularity_of
-from ...primitives.tracing import run_whole, starts_no_graph, transforms_active
+from ...primitives import QuantSpec, Rounding, granularity, tracing
 from .gemm_spec import GemmSpec, TrainingSpec
 from .gradients import STRAIGHT_THROUGH, OperandGradient, where_unclipped
 from .operand import STATELESS, ContractionState, Operand, as_long_as, multiply, observed, quantize_operand
@@ -51,8 +47,8 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionStat
     Returns:
         (M, N) in the dtype of x.
     """
-    if transforms_active():
-        return run_whole(contraction, x, w, spec, state)
+    if tracing.transforms_active():
+        return tracing.run_whole(contraction, x, w, spec, state)
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
         return _Contraction.apply(x, w, spec, state)
     return _output(x, w, spec, state)[0]
@@ -102,7 +98,7 @@ class _Contraction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grad_outputs
         x, xs, xz, w, ws, wz = ctx.saved_tensors
@@ -217,5 +213,5 @@ def with_scale_in(x: Tensor, operand: Operand) -> tuple[Tensor, Operand]:
     if operand.spec.granularity.pattern(2) != (-1, 1):
         return x, operand
     scaled = as_long_as(x, operand) * operand.scale.amax(0, keepdim=True).to(torch.float32)
-    spec = operand.spec.with_granularity(granularity_of((-1, -1)))
+    spec = operand.spec.with_granularity(granularity.granularity_of((-1, -1)))
     return scaled, operand._replace(scale=torch.ones_like(operand.scale[:1, :1]), spec=spec)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ...dtypes.conv import convolution, with_bias
 from ...dtypes.products import Product, batched, einsum_by
-from ...kernels.conv import Size, Window, both_ends, multiply_windows, to_matrix
+from ...kernels.conv import Size, Window, both_ends, multiply_windows, per_axis, to_matrix
 from .contraction import contraction
 from .gemm_spec import TrainingSpec
 
@@ -115,18 +115,10 @@ def quantized_grouped_mm(mat_a: Tensor, mat_b: Tensor, spec: TrainingSpec, offs:
 
 
 def attention_by(
-    scores: Product,
-    values: Product,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    scores: Product, values: Product, query: Tensor, key: Tensor, value: Tensor,
+    attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """`F.scaled_dot_product_attention` of these arguments, its two products by `scores` and `values`:
 
         scores[q, k] = sum_d query[q, d] key[k, d]          values  y[q, e] = sum_k p[q, k] value[k, e]
@@ -159,10 +151,9 @@ def attention_by(
 
 def conv_by(product: Product, ndim: int, *args: Any, **kwargs: Any) -> Tensor:
     """`F.conv1d`, `F.conv2d` or `F.conv3d` of these arguments, as a contraction over (kernel position, input channel).
-
     Windows of the input are gathered into rows, one for each output position, so that a scale per row is one for each
-    window; the weight is a matrix (N, T * C), so that one per row is one for each output channel. See `kernels.im2col`.
-    """
+    window; the weight is a matrix (N, T * C), so that one per row is one for each output channel. See
+    `kernels.conv`."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
         matrices = to_matrix(weight).chunk(window.groups, 0)
@@ -172,34 +163,20 @@ def conv_by(product: Product, ndim: int, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def conv_transpose_by(
-    product: Product,
-    ndim: int,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    groups: int = 1,
-    dilation: Size = 1,
-) -> Tensor:
+    product: Product, ndim: int, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: Size = 1, padding: Size = 0, output_padding: Size = 0, groups: int = 1, dilation: Size = 1,
+) -> Tensor:  # fmt: skip
     """`F.conv_transpose1d`, `2d` or `3d` of these arguments: the convolution of the input with zeros between its
-    elements, and the weight flipped along its kernel.
-
-    Raises:
-        ValueError: the shapes do not fit.
-    """
+    elements, and the weight flipped along its kernel; `ValueError` where the shapes do not fit."""
     if input.dim() == ndim + 1:
-        batch = input.unsqueeze(0)
-        return conv_transpose_by(
-            product, ndim, batch, weight, bias, stride, padding, output_padding, groups, dilation
-        ).squeeze(0)
+        options = (stride, padding, output_padding, groups, dilation)
+        return conv_transpose_by(product, ndim, input.unsqueeze(0), weight, bias, *options).squeeze(0)
     if input.dim() != ndim + 2 or weight.dim() != ndim + 2 or input.shape[1] != weight.shape[0]:
         raise ValueError(
             f"conv_transpose{ndim}d: an input of shape {tuple(input.shape)} does not fit a weight of shape "
             f"{tuple(weight.shape)}, (C, N / groups, *kernel)"
         )
-    steps, ends, extra, spread = (_sizes(each, ndim) for each in (stride, padding, output_padding, dilation))
+    steps, ends, extra, spread = (per_axis(each, ndim) for each in (stride, padding, output_padding, dilation))
     kernel = weight.shape[2:]
     for axis, step in enumerate(steps, 2):
         if step > 1:  # zeros between the elements
@@ -215,41 +192,22 @@ def conv_transpose_by(
     return conv_by(product, ndim, pad(input, widths), flipped, bias, 1, 0, dilation, groups)
 
 
-def _sizes(value: Size, ndim: int) -> tuple[int, ...]:
-    return (value,) * ndim if isinstance(value, int) else tuple(value) * (ndim if len(value) == 1 else 1)
-
-
 class Convolution(Protocol):
     """`F.conv1d`, `F.conv2d` or `F.conv3d` with the spec of its three matmuls."""
 
     def __call__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        spec: TrainingSpec,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size | str = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-    ) -> Tensor: ...
+        self, input: Tensor, weight: Tensor, spec: TrainingSpec, bias: Tensor | None = None,
+        stride: Size = 1, padding: Size | str = 0, dilation: Size = 1, groups: int = 1,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class Transposed(Protocol):
     """`F.conv_transpose1d`, `2d` or `3d` with the spec of its three matmuls."""
 
     def __call__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        spec: TrainingSpec,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size = 0,
-        output_padding: Size = 0,
-        groups: int = 1,
-        dilation: Size = 1,
-    ) -> Tensor: ...
+        self, input: Tensor, weight: Tensor, spec: TrainingSpec, bias: Tensor | None = None,
+        stride: Size = 1, padding: Size = 0, output_padding: Size = 0, groups: int = 1, dilation: Size = 1,
+    ) -> Tensor: ...  # fmt: skip
 
 
 def _quantized(by: Callable[..., Tensor], name: str, axes: str, weight: str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from ...dtypes import PackedLayout
 from ...primitives import AbsMaxRule, LinearSpec, MappingType, MinMaxRule, PerRow, PerTensor, QuantSpec
 from ...primitives.jsonable import jsonable
-from ...primitives.layouts.packed import can_pack_bits
+from ...primitives.layouts import can_pack_bits
 
 
 @jsonable

@@ -9,8 +9,6 @@ with c the number of elements that share the maximum (Esser et al., arXiv 1902.0
 leaves elements outside the codes, these may get no gradient instead.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -18,9 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...kernels.ops.block_mm import pad_to_blocks
-from ...primitives import QuantSpec
-from ...primitives.affine import real_codes, split_zero_point
-from ...primitives.granularity import BlockView, block_of
+from ...primitives import QuantSpec, affine, granularity
 from .operand import Operand
 
 
@@ -44,7 +40,7 @@ def with_scale_gradient(grad: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     """dL/dx from `grad` = dL/dx_hat, both of the shape of the matrix `x`; the equation above."""
     values = pad_to_blocks(x, spec.granularity)
     extra = (0, values.shape[1] - x.shape[1], 0, values.shape[0] - x.shape[0])
-    view = BlockView(values.shape, spec.block_size(values.shape))
+    view = granularity.BlockView(values.shape, spec.block_size(values.shape))
     scale, _ = spec.choose_qparams(values)
     q = view.split(spec.dtype.decode(spec.to_nearest().quantize(values, scale, None)))
     s, v, g = view.split_scale(scale).float(), view.split(values).float(), view.split(pad(grad, extra)).float()
@@ -64,7 +60,7 @@ def where_unclipped(x: Tensor, operand: Operand) -> Tensor | None:
         return None
     low, high = spec.code_range
     padded = pad(x, (0, operand.values.shape[1] - x.shape[1], 0, operand.values.shape[0] - x.shape[0]))
-    view = BlockView(padded.shape, block_of(padded.shape, scale.shape))
-    s, z = view.split_scale(scale), split_zero_point(view, operand.zero_point)
-    codes = real_codes(view.split(padded.float()), s, z, spec.dtype, (low, high), spec.zero_point_domain)
+    view = granularity.BlockView(padded.shape, granularity.block_of(padded.shape, scale.shape))
+    s, z = view.split_scale(scale), affine.split_zero_point(view, operand.zero_point)
+    codes = affine.real_codes(view.split(padded.float()), s, z, spec.dtype, (low, high), spec.zero_point_domain)
     return view.merge((codes >= low) & (codes <= high))[: x.shape[0], : x.shape[1]]

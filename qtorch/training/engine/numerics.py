@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...primitives import Granularity, Noise, PerRow, QuantSpec, Rounding, ZeroPointDomain, qdtype
@@ -42,27 +44,13 @@ def integer(
     """
     if not 1 <= bits <= 22:
         raise ValueError(f"symmetric codes have 1 to 22 bits, got {bits}")
+    options: Any = {"rounding": rounding, "preserve_max_val": preserve_max_val, "noise": noise}
     if not preserve_zero:
-        return QuantSpec(
-            qdtype(f"midrise{bits}"),
-            granularity,
-            zero_point_domain=ZeroPointDomain.NONE,
-            rounding=rounding,
-            preserve_max_val=preserve_max_val,
-            noise=noise,
-        )
+        return QuantSpec(qdtype(f"midrise{bits}"), granularity, zero_point_domain=ZeroPointDomain.NONE, **options)
     if bits == 1:
         raise ValueError("one bit has no zero: integer(1, preserve_zero=False) is the sign")
-    highest = 2 ** (bits - 1) - 1
     # int8 leaves quant_max at its default, as the recipes for inference do, so that the specs are equal.
-    return QuantSpec(
-        qdtype(f"int{bits}"),
-        granularity,
-        quant_min=-highest,
-        rounding=rounding,
-        preserve_max_val=preserve_max_val,
-        noise=noise,
-    )
+    return QuantSpec(qdtype(f"int{bits}"), granularity, quant_min=1 - 2 ** (bits - 1), **options)
 
 
 def float8(dtype: torch.dtype = torch.float8_e4m3fn, granularity: Granularity = PerRow()) -> QuantSpec:

@@ -13,22 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...kernels.ops.block_mm import int8_block_mm, pad_to_blocks
-from ...kernels.ops.int8_grouped_mm import int8_product, int8_sums, without_large
-from ...kernels.ops.quantize import dequantize_rows, quantize_dynamic, quantize_rows, quantize_static
+from ...kernels.ops import block_mm, int8_grouped_mm, quantize
 from ...kernels.ops.weight_only_mm import weight_only_mm
 from ...kernels.registry import scale_per_row
-from ...primitives import QuantSpec
-from ...primitives.granularity import granularity_of
+from ...primitives import QuantSpec, granularity
 from .gemm_spec import GemmSpec
 
 
 class Operand(NamedTuple):
-    """One side of a matmul, (kept, contracted): codes with their scale and zero point, or floats (spec None).
-
-    Quantized operands may have more rows than `kept`: their blocks are padded with zeros. The scale may have an element
-    per row where its spec has one for several rows; see `quantize_rows`.
-    """
+    """One side of a matmul, (kept, contracted): codes with their scale and zero point, or floats (spec None). Quantized
+    operands may have more rows than `kept`: their blocks are padded with zeros. The scale may have an element per row
+    where its spec has one for several rows; see `quantize_rows`."""
 
     values: Tensor
     kept: int
@@ -46,14 +41,14 @@ class Operand(NamedTuple):
             return Operand(self.values.t(), kept)
         assert self.scale is not None
         zero_point = None if self.zero_point is None else self.zero_point.t()
-        spec = self.spec.with_granularity(granularity_of(self.spec.granularity.pattern(2)[::-1]))
+        spec = self.spec.with_granularity(granularity.granularity_of(self.spec.granularity.pattern(2)[::-1]))
         return Operand(self.values.t(), kept, self.scale.t(), zero_point, spec)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         if self.spec is None:
             return self.values.to(dtype)
         assert self.scale is not None
-        return dequantize_rows(self.spec, self.values, self.scale, self.zero_point, dtype)
+        return quantize.dequantize_rows(self.spec, self.values, self.scale, self.zero_point, dtype)
 
     def scales_per_row(self) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point with a row for each row of codes."""
@@ -103,7 +98,7 @@ class ContractionState:
     static: tuple[str, ...] = ()
     active: bool = True
     observes: bool = False
-    repeats: bool = False
+    repeats: bool = True
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
         """The range of an operand such as ``"output.lhs"``, whose values, padded to whole blocks, are `x`; None if its
@@ -113,20 +108,14 @@ class ContractionState:
         """How the parts of a product such as ``"output"`` become the whole of it; None: it is whole."""
 
 
-class Stateless(ContractionState):
-    """Scales are those of each call, products are whole."""
-
-    repeats = True
-
-
-STATELESS = Stateless()
+STATELESS = ContractionState()
 
 
 def observed(x: Tensor, operand: str, spec: QuantSpec | None, state: ContractionState) -> None:
     """Show the range of `operand`, if it has one, the values that would be quantized."""
     if spec is None or not state.observes:
         return
-    padded = pad_to_blocks(x, spec.granularity)
+    padded = block_mm.pad_to_blocks(x, spec.granularity)
     if (static := state.range_of(operand, padded, spec)) is not None:
         static.qparams(padded, True)
 
@@ -150,17 +139,17 @@ def quantize_operand(
     """
     if spec is None:
         return Operand(x, x.shape[0])
-    padded = pad_to_blocks(x, spec.granularity, contracted)
+    padded = block_mm.pad_to_blocks(x, spec.granularity, contracted)
     if padded.shape[1] != x.shape[1] and not spec.dtype.has_zero:
         raise ValueError(
             f"{spec.dtype} has no code for zero, so the contracted axis, of {x.shape[1]} elements, cannot be completed "
             f"to {padded.shape[1]}; use PerRow() or PerTensor(), or blocks that divide the axis"
         )
     if (static := state.range_of(operand, padded, spec)) is not None:
-        quantized = quantize_static(padded, spec, *static.qparams(padded, state.observes))
+        quantized = quantize.quantize_static(padded, spec, *static.qparams(padded, state.observes))
         made = Operand(quantized[0], x.shape[0], quantized[1], quantized[2], spec)
         return made if tokens else made.in_blocks()
-    codes, scale, zero_point = (quantize_rows if tokens else quantize_dynamic)(padded, spec)
+    codes, scale, zero_point = (quantize.quantize_rows if tokens else quantize.quantize_dynamic)(padded, spec)
     return Operand(codes, x.shape[0], scale, zero_point, spec)
 
 
@@ -216,11 +205,11 @@ def _integer_product(
     dtype = dtype if total is None else torch.float32
     block = rhs.spec.granularity.pattern(2)[1]
     if lhs.scale.shape[1] > 1:
-        return int8_block_mm(lhs.values, lhs.scale, rhs.values, rhs.scale, dtype), total
+        return block_mm.int8_block_mm(lhs.values, lhs.scale, rhs.values, rhs.scale, dtype), total
     (xs, xz), (ws, wz) = lhs.scales_per_row(), rhs.scales_per_row()
     if total is None or block != -1 or lhs.spec.granularity.pattern(2)[1] != -1:
-        return int8_product(lhs.values, xs, xz, rhs.values, ws, wz, block, dtype), total
+        return int8_grouped_mm.int8_product(lhs.values, xs, xz, rhs.values, ws, wz, block, dtype), total
     # One scale of each operand for the whole contracted axis: integers are added up first.
-    sums = total.add(int8_sums(lhs.values, xz, rhs.values, wz, total.length))
-    ws, up = without_large(ws)
+    sums = total.add(int8_grouped_mm.int8_sums(lhs.values, xz, rhs.values, wz, total.length))
+    ws, up = int8_grouped_mm.without_large(ws)
     return sums.float().mul_(ws.t()).mul_(xs.float()).mul_(up), None

@@ -9,8 +9,6 @@ block, before codes are chosen. Then codes are those of one process, and so are 
 before they are scaled; sums of floats differ in their order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.ops.quantize import shares_scales
-from ...primitives import QuantSpec
-from ...primitives.affine import lost_rows, without_rows
-from ...primitives.scale_rules import Joins
+from ...primitives import QuantSpec, affine, scale_rules
 from .gemm_spec import GemmSpec, TrainingSpec
 from .operand import ContractionState, StaticRange, Total
 
@@ -43,6 +39,7 @@ class Split(ContractionState):
     group: Any
     axis: str
     length: int
+    repeats = False
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
         axis = AXES[operand].find(self.axis)
@@ -67,15 +64,13 @@ class JoinedRange:
     cuts_rows: bool
 
     def qparams(self, x: Tensor, observe: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero point of the blocks that `x` (M, K) is a part of, the same on all processes.
-
-        Rows with a NaN or an infinity are left out where rows share a scale; otherwise their scale is NaN.
-        """
+        """Scale and zero point of the blocks that `x` (M, K) is a part of, the same on all processes. Rows with a NaN
+        or an infinity are left out where rows share a scale; otherwise their scale is NaN."""
         if shares_scales(self.spec):
-            lost = lost_rows(x)
-            x = without_rows(x, summed(lost, self.group) if self.cuts_rows else lost)
+            lost = affine.lost_rows(x)
+            x = affine.without_rows(x, summed(lost, self.group) if self.cuts_rows else lost)
         low, high = self.spec.choose_range(x)
-        if self.spec.scale_rule.joins is Joins.MEAN:
+        if self.spec.scale_rule.joins is scale_rules.Joins.MEAN:
             elements = x.numel() / max(1, low.numel())
             low, high, count = summed(torch.stack([low, high, torch.ones_like(low)]) * elements, self.group)
             low, high = low / count, high / count

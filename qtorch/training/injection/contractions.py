@@ -5,8 +5,6 @@ none that it knows: an integer operand, or a weight that is quantized or in trai
 then. The sums of `addmm` and its kin, biases and softmax stay in floating point.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -235,6 +233,8 @@ def _multi_dot(call: Call, tensors: Sequence[Tensor], *, out: Tensor | None = No
     return y
 
 
+TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+
 FUNCTIONS: dict[Any, Function] = {
     functional.linear: _linear,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul), _matmul),
@@ -252,12 +252,8 @@ FUNCTIONS: dict[Any, Function] = {
     torch.einsum: _einsum,
     torch.linalg.multi_dot: _multi_dot,
     functional.bilinear: _bilinear,
-    functional.conv1d: _conv(conv_by, "conv1d"),
-    functional.conv2d: _conv(conv_by, "conv2d"),
-    functional.conv3d: _conv(conv_by, "conv3d"),
-    functional.conv_transpose1d: _conv(conv_transpose_by, "conv_transpose1d"),
-    functional.conv_transpose2d: _conv(conv_transpose_by, "conv_transpose2d"),
-    functional.conv_transpose3d: _conv(conv_transpose_by, "conv_transpose3d"),
+    **{getattr(functional, name): _conv(conv_by, name) for name in ("conv1d", "conv2d", "conv3d")},
+    **{getattr(functional, name): _conv(conv_transpose_by, name) for name in TRANSPOSED},
     functional.scaled_dot_product_attention: _attention,
     torch._grouped_mm: _grouped_mm,
     **({functional.grouped_mm: _grouped_mm} if hasattr(functional, "grouped_mm") else {}),
@@ -265,19 +261,9 @@ FUNCTIONS: dict[Any, Function] = {
 """torch function -> the same by products of two matrices."""
 
 
-def _backward(
-    self: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
-
-
 INLINED: dict[Any, Callable[..., Any]] = {
     functional.multi_head_attention_forward: inlined(functional.multi_head_attention_forward),
-    Tensor.backward: _backward,
+    Tensor.backward: inlined(Tensor.backward),
     torch.autograd.backward: inlined(torch.autograd.backward),
     torch.autograd.grad: inlined(torch.autograd.grad),
 }

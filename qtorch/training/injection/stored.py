@@ -1,7 +1,5 @@
 """StoredOperands: operands that depend on parameters alone, as codes, by the key of what they are made of."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any
@@ -12,9 +10,8 @@ from torch import Tensor, nn
 from ...dtypes import AffineQuantizedTensor, PackedLayout
 from ...dtypes.linear import multiply as multiply_served
 from ...model.install import QuantizationState
-from ...primitives import LinearSpec, QuantSpec
-from ...primitives.jsonable import to_json
-from ...primitives.layouts.packed import can_pack_bits
+from ...primitives import LinearSpec, QuantSpec, to_json
+from ...primitives.layouts import can_pack_bits
 from ..engine.contraction import block_length, contraction, operands_of
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.operand import ContractionState, Operand, multiply, quantize_operand

@@ -149,16 +149,14 @@ class LowBitAdam(torch.optim.Optimizer):
                 index += 1
         return loss
 
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the moments that each parameter of a group has, as in `torch.optim.Adam`."""
-        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-
     def _update(self, parameter: Tensor, index: int, group: dict[str, Any], lr: float) -> None:
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse:
             raise RuntimeError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam")
-        state, names = self.state[parameter], self.moment_names(group)
+        state, names = self.state[parameter], ["exp_avg", "exp_avg_sq"]
+        if group["amsgrad"]:
+            names.append("max_exp_avg_sq")
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         for name in names:
@@ -171,18 +169,10 @@ class LowBitAdam(torch.optim.Optimizer):
         number = int(state["step"].item())
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         rounds = group["bf16_stochastic_round"] and local.dtype == torch.bfloat16
-        step = AdamStep(
-            form_of(parameter, group),
-            beta1,
-            beta2,
-            group["eps"],
-            1 - lr * decay if self.decoupled else 1.0,
-            0.0 if self.decoupled else decay,
-            lr / (1 - beta1**number),
-            (1 - beta2**number) ** -0.5,
-            key_of(number, index) if rounds else None,
-            first_element(parameter) if rounds else 0,
-        )
+        decays = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
+        corrections = lr / (1 - beta1**number), (1 - beta2**number) ** -0.5
+        noise = (key_of(number, index), first_element(parameter)) if rounds else (None, 0)
+        step = AdamStep(form_of(parameter, group), beta1, beta2, group["eps"], *decays, *corrections, *noise)
         blocks = flat_blocks(parameter.shape, local, group["block_size"])
         moments = [as_moment(state[name]) for name in names]
         if is_sharded(grad):

@@ -5,8 +5,6 @@ The answer depends on the whole parameter, also where it is sharded, so that a c
 hold the same codes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -19,9 +17,7 @@ from torch import Tensor
 from ...dtypes.blocked_tensor import BlockedScheme, BlockedTensor, same_codes
 from ...kernels.ops.adam import FORMS, Moment
 from ...model.install import is_sharded
-from ...primitives import LinearSpec
-from ...primitives.codebooks import CodebookSpec
-from ...primitives.granularity import FlatBlocks
+from ...primitives import CodebookSpec, LinearSpec, granularity
 
 SMALLEST = 4096
 """Parameters of fewer elements have fp32 moments, as in bitsandbytes and torchao: they take little memory, and norms
@@ -44,11 +40,9 @@ def form_of(parameter: Tensor, group: Mapping[str, Any]) -> str:
 
 
 def blocks_of(shape: Sequence[int], block_size: int) -> tuple[int, bool]:
-    """(elements of a block, whether blocks run over all elements) of a parameter of this shape.
-
-    Blocks of matrices end with their rows: a shard along the first axis never cuts one. They are as long as each other,
-    at most `block_size`.
-    """
+    """(elements of a block, whether blocks run over all elements) of a parameter of this shape. Blocks of matrices end
+    with their rows: a shard along the first axis never cuts one. They are as long as each other, at most
+    `block_size`."""
     length, count = math.prod(shape[1:]), math.prod(shape)
     if len(shape) < 2 or length < SHORT_ROW:
         return max(1, min(block_size, count if count >= LONG_VECTOR else VECTOR_BLOCK)), True
@@ -66,11 +60,11 @@ def scheme_of(parameter: Tensor, group: Mapping[str, Any], name: str) -> Blocked
     return BlockedScheme(LinearSpec(spec), tuple(local_of(parameter).shape), torch.float32, block, flat, root)
 
 
-def flat_blocks(whole: Sequence[int], local: Tensor, block_size: int) -> FlatBlocks:
+def flat_blocks(whole: Sequence[int], local: Tensor, block_size: int) -> granularity.FlatBlocks:
     """The blocks of `local`, the part that this process has of a parameter of the shape `whole`."""
     block, flat = blocks_of(whole, block_size)
     rows = 1 if flat else local.shape[0]
-    return FlatBlocks(rows, local.numel() // rows, block)
+    return granularity.FlatBlocks(rows, local.numel() // rows, block)
 
 
 def zeros(parameter: Tensor, group: Mapping[str, Any], name: str) -> Tensor:
@@ -82,11 +76,7 @@ def zeros(parameter: Tensor, group: Mapping[str, Any], name: str) -> Tensor:
 
 
 def converted(parameter: Tensor, group: Mapping[str, Any], name: str, value: Tensor) -> Tensor:
-    """A moment from a checkpoint, of any form, in the form that the parameter's moments have here.
-
-    Raises:
-        ValueError: it has another shape than the parameter.
-    """
+    """A moment from a checkpoint, of any form but of the parameter's shape, in the form that its moments have here."""
     if tuple(value.shape) != tuple(parameter.shape):
         raise ValueError(
             f"the checkpoint has {name} of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}"
@@ -142,14 +132,8 @@ def like(parameter: Any, local: Tensor, shape: Sequence[int] | None = None) -> T
     parameter's."""
     if not is_sharded(parameter):
         return local
-    made: Tensor = type(parameter).from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape or parameter.shape),
-        stride=_row_major(shape or parameter.shape),
-    )
+    whole, place = torch.Size(shape or parameter.shape), (parameter.device_mesh, parameter.placements)
+    made: Tensor = type(parameter).from_local(local, *place, run_check=False, shape=whole, stride=_row_major(whole))
     return made
 
 

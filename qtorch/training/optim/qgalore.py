@@ -22,7 +22,7 @@ from ...dtypes.blocked_tensor import BlockedScheme, BlockedTensor
 from ...kernels.ops.adam import AdamStep, adam_step
 from ...model.install import is_sharded
 from ...primitives import LinearSpec, MappingType, PerRow, QuantSpec, ZeroPointDomain, qdtype
-from ...primitives.layouts.plain import smallest_layout
+from ...primitives.layouts import smallest_layout
 from .adam import LowBitAdam, Params, Writable
 from .moment_form import as_moment, flat_blocks, form_of, like, local_of, zeros
 
@@ -75,11 +75,9 @@ def orthonormal(projector: BlockedTensor) -> Tensor:
 
 
 def rotated(moment: Tensor, squares: bool, old: Tensor, new: Tensor) -> Tensor:
-    """A moment (a, r) along the directions `old` as one along `new`, both orthonormal.
-
-    The mean of g is linear in it. That of g^2 is taken as if the coordinates were uncorrelated: variances of a sum add
-    up, weighted by the squares of its coefficients.
-    """
+    """A moment (a, r) along the directions `old` as one along `new`, both orthonormal. The mean of g is linear in it.
+    That of g^2 is taken as if the coordinates were uncorrelated: variances of a sum add up, weighted by the squares of
+    its coefficients."""
     turn = old @ new.T
     return moment @ (turn * turn if squares else turn)
 

@@ -22,10 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...dtypes.conv import with_bias
-from ...kernels.conv import CONVOLUTIONS, Window, by_images
-from ...kernels.registry import from_rows, to_rows
-from ...primitives import LinearSpec, QuantSpec
-from ...primitives.tracing import apply, starts_no_graph
+from ...kernels import conv, registry
+from ...primitives import LinearSpec, QuantSpec, tracing
 from ..engine.gemm_spec import GemmSpec
 from ..engine.operand import STATELESS, ContractionState, Operand, Total, multiply
 
@@ -72,7 +70,7 @@ def converted_conv(
     x_hat: Tensor,
     w_hat: Tensor,
     bias: Tensor | None,
-    window: Window,
+    window: conv.Window,
     x: Operand | None = None,
     w: Operand | None = None,
 ) -> Tensor:
@@ -85,7 +83,7 @@ def converted_conv(
         w: there, codes of the weight's matrix (N, T * C / groups).
     """
     if x is None or w is None:
-        return CONVOLUTIONS[len(window.kernel)](x_hat, w_hat, bias, *window[1:])
+        return conv.CONVOLUTIONS[len(window.kernel)](x_hat, w_hat, bias, *window[1:])
     return _converted(_ConvLayer(window), x_hat, w_hat, bias, x, w)
 
 
@@ -100,14 +98,14 @@ def _converted(
     layer: Any, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, x: Operand | None, w: Operand | None
 ) -> Tensor:
     if x is None or w is None:
-        return apply(_Converted, layer, x_hat, w_hat, bias)
+        return tracing.apply(_Converted, layer, x_hat, w_hat, bias)
     if x.values.dtype == torch.uint8:
         # Products of integers take signed codes: shifted together with their zero point.
         assert x.scale is not None
         zero_point = torch.zeros_like(x.scale) if x.zero_point is None else x.zero_point
         x = x._replace(values=(x.values ^ 128).view(torch.int8), zero_point=zero_point.to(torch.int32) - 128)
     # A tuple within the arguments would hide its tensors from autograd.
-    return apply(_Converted, layer, x_hat, w_hat, bias, *x, *w)
+    return tracing.apply(_Converted, layer, x_hat, w_hat, bias, *x, *w)
 
 
 class _Converted(torch.autograd.Function):
@@ -123,7 +121,7 @@ class _Converted(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x_hat, w_hat = ctx.saved_tensors
         grads = ctx.layer.gradients(grad_outputs[0], x_hat, w_hat, ctx.bias, list(ctx.needs_input_grad[1:4]))
@@ -137,17 +135,17 @@ class _LinearLayer:
     def value(self, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, x: Operand | None, w: Operand | None) -> Tensor:
         total = self.split.total_of("output")
         if x is not None and w is not None:
-            return from_rows(multiply(x, w, GemmSpec(), x_hat.dtype, total), x_hat, bias)
+            return registry.from_rows(multiply(x, w, GemmSpec(), x_hat.dtype, total), x_hat, bias)
         # Under autocast, the activation has the dtype to compute in, and the weight its own.
         return _whole(functional.linear(x_hat, w_hat.to(x_hat.dtype), bias), total)
 
     def gradients(self, grad: Tensor, x_hat: Tensor, w_hat: Tensor, bias: Any, needed: list[bool]) -> Gradients:
         of_x = of_w = None
-        rows = to_rows(grad)
+        rows = registry.to_rows(grad)
         if needed[0]:
             of_x = _whole(torch.mm(rows, w_hat.to(grad.dtype)), self.split.total_of("grad_input")).reshape(x_hat.shape)
         if needed[1]:
-            of_w = torch.mm(rows.t(), to_rows(x_hat)).to(w_hat.dtype)
+            of_w = torch.mm(rows.t(), registry.to_rows(x_hat)).to(w_hat.dtype)
         return of_x, of_w, rows.sum(0) if needed[2] else None
 
 
@@ -157,7 +155,7 @@ def _whole(part: Tensor, total: Total | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _ConvLayer:
-    window: Window
+    window: conv.Window
 
     def value(self, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, x: Operand | None, w: Operand | None) -> Tensor:
         assert x is not None
@@ -170,7 +168,7 @@ class _ConvLayer:
             of_rows = x._replace(values=rows, kept=rows.shape[0], scale=scale, zero_point=zero_point)
             return multiply(of_rows, parts[group], GemmSpec(), x_hat.dtype)
 
-        return with_bias(by_images(x.values, x.scale, x.zero_point, self.window, run), bias)
+        return with_bias(conv.by_images(x.values, x.scale, x.zero_point, self.window, run), bias)
 
     def gradients(self, grad: Tensor, x_hat: Tensor, w_hat: Tensor, bias: Any, needed: list[bool]) -> Gradients:
         _, stride, padding, dilation, groups = self.window

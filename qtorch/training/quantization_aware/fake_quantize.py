@@ -17,14 +17,9 @@ import torch
 from torch import Tensor
 
 from ...dtypes.conv import with_bias
-from ...kernels.conv import Window, from_matrix, multiply_windows
+from ...kernels import conv, registry
 from ...kernels.ops.quantize import dequantize_rows, quantize_static
-from ...kernels.registry import from_rows, to_rows
-from ...primitives import QuantSpec
-from ...primitives.affine import fake_quantize_blocks, with_non_finite
-from ...primitives.fake_quant import straight_through
-from ...primitives.granularity import block_of
-from ...primitives.scale_rules import AbsMaxRule, MinMaxRule
+from ...primitives import AbsMaxRule, MinMaxRule, QuantSpec, affine, fake_quant, granularity
 from ..engine.operand import STATELESS, ContractionState, Operand
 from .converted import check_width, converted_conv, converted_linear, rows_of
 
@@ -71,11 +66,7 @@ class Quantization(Protocol):
 
 
 def fake_quantized_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    quantization: Quantization,
-    split: ContractionState = STATELESS,
+    input: Tensor, weight: Tensor, bias: Tensor | None, quantization: Quantization, split: ContractionState = STATELESS
 ) -> Tensor:
     """`F.linear` with the value that the converted weight will give, differentiable in all three.
 
@@ -85,14 +76,14 @@ def fake_quantized_linear(
     """
     check_width(input, weight)
     bias = None if bias is None else bias.to(input.dtype)
-    x, w = quantization.quantize_input(to_rows(input)), quantization.quantize_weight(weight)
+    x, w = quantization.quantize_input(registry.to_rows(input)), quantization.quantize_weight(weight)
     if quantization.product_dtype is None:
-        return from_rows(converted_linear(x.values, w.values, bias, x.codes, w.codes, split), input, None)
-    return from_rows(converted_linear(x.values, w.values, None, split=split).to(input.dtype), input, bias)
+        return registry.from_rows(converted_linear(x.values, w.values, bias, x.codes, w.codes, split), input, None)
+    return registry.from_rows(converted_linear(x.values, w.values, None, split=split).to(input.dtype), input, bias)
 
 
 def fake_quantized_conv(
-    input: Tensor, matrix: Tensor, bias: Tensor | None, quantization: Quantization, window: Window
+    input: Tensor, matrix: Tensor, bias: Tensor | None, quantization: Quantization, window: conv.Window
 ) -> Tensor:
     """The convolution of an input (B, C, *sizes), with the value that the converted weight will give; `matrix` is the
     weight as `to_matrix` makes it."""
@@ -107,18 +98,18 @@ def fake_quantized_conv(
         of_w = None if w.codes is None else rows_of(w.codes, group, window.groups)
         return converted_linear(x.values, parts[group], None, x.codes, of_w).to(input.dtype)
 
-    y = multiply_windows(input, window, run)
+    y = conv.multiply_windows(input, window, run)
     return with_bias(y, bias)
 
 
 def _conv_of_images(
-    input: Tensor, matrix: Tensor, bias: Tensor | None, quantization: Quantization, window: Window
+    input: Tensor, matrix: Tensor, bias: Tensor | None, quantization: Quantization, window: conv.Window
 ) -> Tensor:
     images = input.flatten(1)
     x, w = quantization.quantize_input(images), quantization.quantize_weight(matrix)
     x_hat = input if x.values is images else x.values.reshape(input.shape)
     kernel = (matrix.shape[0], input.shape[1] // window.groups, *window.kernel)
-    w_hat = from_matrix(w.values, kernel).contiguous().to(input.dtype)
+    w_hat = conv.from_matrix(w.values, kernel).contiguous().to(input.dtype)
     if x.codes is None:
         return converted_conv(x_hat, w_hat, bias, window)
     assert x.scaled is not None
@@ -129,7 +120,7 @@ def _conv_of_images(
         values=x.codes.values.reshape(input.shape), scale=x.scaled.scale, zero_point=x.scaled.other
     )
     y = converted_conv(x_hat, w_hat, bias, window, codes, w.codes)
-    return with_non_finite(y, of_images.to(y.dtype))
+    return affine.with_non_finite(y, of_images.to(y.dtype))
 
 
 def fake_quantize(values: Tensor, scaled: Scaled, x_hat: Callable[[], Tensor], multiplied: bool) -> FakeQuantized:
@@ -179,22 +170,20 @@ def straight_through_rounding(
             result = dequantize(codes, scale, other, dtype or values.dtype)
         if codes is None or mask is not None:
             (low, high), domain = spec.code_range, spec.zero_point_domain
-            block = block_of(values.shape, scale.shape)
-            by_blocks, unclipped = fake_quantize_blocks(
+            block = granularity.block_of(values.shape, scale.shape)
+            by_blocks, unclipped = affine.fake_quantize_blocks(
                 values, block, scale, other, spec.dtype, low, high, domain, compute_dtype=compute_dtype
             )
             result = by_blocks if result is None else result
             passes = None if mask is None else mask(unclipped)
     assert result is not None
-    return straight_through(input, result, passes)
+    return fake_quant.straight_through(input, result, passes)
 
 
 def clips(spec: QuantSpec | Any) -> bool:
-    """Whether the scale of a block is meant to leave elements outside the range of the codes.
-
-    One that covers its block clips nothing: what the rounding of a power of two leaves outside gets its gradient, for
-    without one it would stay there.
-    """
+    """Whether the scale of a block is meant to leave elements outside the range of the codes. One that covers its block
+    clips nothing: what the rounding of a power of two leaves outside gets its gradient, for without one it would stay
+    there."""
     if not isinstance(spec, QuantSpec) or isinstance(spec.scale_rule, MinMaxRule):
         return False
     return not isinstance(spec.scale_rule, AbsMaxRule) or spec.scale_rule.clipping_scale < 1

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...dtypes.conv import CONVS
 from ...kernels.conv import Window
-from .layers import LAYERS, FakeQuantizedConv
+from .layers import LAYERS, FakeQuantizedConv, of_each_conv
 
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -39,16 +39,7 @@ class ConvNorm(nn.Module):
         return self.norm(super().forward(input))
 
 
-class ConvNorm1d(ConvNorm, nn.Conv1d):
-    """`nn.Conv1d` and its normalization."""
-
-
-class ConvNorm2d(ConvNorm, nn.Conv2d):
-    """`nn.Conv2d` and its normalization."""
-
-
-class ConvNorm3d(ConvNorm, nn.Conv3d):
-    """`nn.Conv3d` and its normalization."""
+ConvNorm1d, ConvNorm2d, ConvNorm3d = of_each_conv(ConvNorm)
 
 
 class FakeQuantizedConvNorm(FakeQuantizedConv):
@@ -74,23 +65,13 @@ class FakeQuantizedConvNorm(FakeQuantizedConv):
         super().restore()
 
 
-class FakeQuantizedConvNorm1d(FakeQuantizedConvNorm, nn.Conv1d):
-    """`ConvNorm1d` in training."""
+FakeQuantizedConvNorm1d, FakeQuantizedConvNorm2d, FakeQuantizedConvNorm3d = of_each_conv(FakeQuantizedConvNorm)
 
-
-class FakeQuantizedConvNorm2d(FakeQuantizedConvNorm, nn.Conv2d):
-    """`ConvNorm2d` in training."""
-
-
-class FakeQuantizedConvNorm3d(FakeQuantizedConvNorm, nn.Conv3d):
-    """`ConvNorm3d` in training."""
-
+WITH_NORM: dict[type[nn.Module], type[ConvNorm]] = dict(zip(CONVS, (ConvNorm1d, ConvNorm2d, ConvNorm3d), strict=True))
 
 LAYERS.update(
     {ConvNorm1d: FakeQuantizedConvNorm1d, ConvNorm2d: FakeQuantizedConvNorm2d, ConvNorm3d: FakeQuantizedConvNorm3d}
 )
-
-WITH_NORM: dict[type[nn.Module], type[ConvNorm]] = dict(zip(CONVS, (ConvNorm1d, ConvNorm2d, ConvNorm3d), strict=True))
 
 
 @torch.no_grad()

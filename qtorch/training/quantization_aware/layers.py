@@ -20,15 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...calibration.data import Data, run_batches
-from ...dtypes import ConvWeight, QuantizedTensor
-from ...dtypes.base import quantized_type
-from ...dtypes.conv import convolution
-from ...dtypes.dispatch import cast_for_product
-from ...dtypes.linear import check_input
+from ...dtypes import ConvWeight, QuantizedTensor, dispatch, linear, quantized_type
+from ...dtypes.conv import CONVS, convolution
 from ...kernels.conv import Window, from_matrix, to_matrix
 from ...model.install import PreparedModule
-from ...primitives import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, ZeroPointDomain
-from ...primitives.tracing import refuse_jit_trace
+from ...primitives import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, ZeroPointDomain, tracing
 from ..weights.base import of_codes
 from .converted import sums_integers
 from .fake_quantize import FakeQuantized, fake_quantized_conv, fake_quantized_linear
@@ -68,9 +64,9 @@ class TrainedLayer(PreparedModule):
             cls.float_class = cls.__bases__[-1]
 
     def forward(self, input: Tensor) -> Tensor:
-        refuse_jit_trace()
-        check_input(f"a {type(self).float_class.__name__} in training", input, self.weight)
-        y = cast_for_product(self.product, input, self.weight, self.bias)
+        tracing.refuse_jit_trace()
+        linear.check_input(f"a {type(self).float_class.__name__} in training", input, self.weight)
+        y = dispatch.cast_for_product(self.product, input, self.weight, self.bias)
         if self.training:
             self.advance()
         return y
@@ -148,11 +144,7 @@ def table_of(*layers: type[TrainedLayer]) -> Layers:
 
 
 def layer_for(module: nn.Module, layers: Layers, hint: str = "") -> type[TrainedLayer]:
-    """The class that stands in for that of `module`.
-
-    Raises:
-        ValueError: no class stands in for it. A subclass is refused: it may have a forward of its own.
-    """
+    """The class that stands in for that of `module`, or `ValueError`. A subclass may have a forward of its own."""
     kind = type(module)
     if kind not in layers:
         names = ", ".join(f"nn.{each.__name__}" for each in layers)
@@ -274,7 +266,7 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
             raise ValueError("an embedding with sparse=True has no dense gradient to learn from")
 
     def forward(self, input: Tensor) -> Tensor:
-        refuse_jit_trace()
+        tracing.refuse_jit_trace()
         values = self.weight_values(self.weight)
         if self.training:
             self.advance()
@@ -303,17 +295,14 @@ class FakeQuantizedConv(TrainedConv, FakeQuantizedLayer):
         return fake_quantized_conv(input, self.matrix, bias, self, window)
 
 
-class FakeQuantizedConv1d(FakeQuantizedConv, nn.Conv1d):
-    """`nn.Conv1d` in training."""
+def of_each_conv(base: type[Any]) -> list[type[Any]]:
+    """`base` with each of torch's convolutions; for pickles, these have their names in the file of `base`."""
+    return [
+        type(f"{base.__name__}{conv.__name__[-2:]}", (base, conv), {"__module__": base.__module__}) for conv in CONVS
+    ]
 
 
-class FakeQuantizedConv2d(FakeQuantizedConv, nn.Conv2d):
-    """`nn.Conv2d` in training."""
-
-
-class FakeQuantizedConv3d(FakeQuantizedConv, nn.Conv3d):
-    """`nn.Conv3d` in training."""
-
+FakeQuantizedConv1d, FakeQuantizedConv2d, FakeQuantizedConv3d = of_each_conv(FakeQuantizedConv)
 
 LAYERS = table_of(
     FakeQuantizedLinear, FakeQuantizedEmbedding, FakeQuantizedConv1d, FakeQuantizedConv2d, FakeQuantizedConv3d

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ...calibration.statistics import Statistic
 from ...kernels.ops.quantize import without_lost_rows
 from ...model.install import QuantizationState
-from ...primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale
-from ...primitives.tracing import apply, starts_no_graph
+from ...primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale, tracing
 from .quantizers import Quantizer, mean_over_ranks
 
 EMPTY = 1e-30
@@ -60,18 +59,11 @@ class LearnedQuantizer(Quantizer):
 
     def x_hat(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, frozen: Tensor | None = None) -> Tensor:
         spec = self.spec
-        count = self.count or x.numel() // max(x.shape[0], 1)
+        # The rest of the factor depends on the zero point: see `qparams`.
+        factor = lsq_grad_scale(self.count or x.numel() // max(x.shape[0], 1), 1)
+        block, codes = spec.block_size(x.shape), (spec.dtype, spec.quant_min, spec.quant_max)
         return learned_step_fake_quantize(
-            x,
-            spec.block_size(x.shape),
-            scale,
-            zero_point,
-            spec.dtype,
-            spec.quant_min,
-            spec.quant_max,
-            # The rest of the factor depends on the zero point: see `qparams`.
-            grad_scale=lsq_grad_scale(count, 1),
-            through_rounding=self.through_rounding,
+            x, block, scale, zero_point, *codes, grad_scale=factor, through_rounding=self.through_rounding
         )
 
 
@@ -163,8 +155,8 @@ class LearnedStep(LearnedQuantizer):
         zero_point = self.initial_zero_point
         root = self.codes_above_zero(zero_point).sqrt()
         if self.shift is None:
-            return apply(_LearnedScale, self.log_scale, self.initial_scale, root, self.scale_dtype), zero_point
-        scale, zero_point = apply(
+            return tracing.apply(_LearnedScale, self.log_scale, self.initial_scale, root, self.scale_dtype), zero_point
+        scale, zero_point = tracing.apply(
             _LearnedQParams, self.log_scale, self.shift, self.initial_scale, zero_point, root, self.scale_dtype
         )
         return scale, zero_point
@@ -226,7 +218,7 @@ class _LearnedScale(torch.autograd.Function):
         return scale
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale, root = ctx.saved_tensors
         return grad_outputs[0] / (root * scale), None, None, None
@@ -251,7 +243,7 @@ class _LearnedQParams(torch.autograd.Function):
         return scale, zero_point
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         scale, zero_point, initial, root = ctx.saved_tensors
         of_scale, of_zero_point = (grad / root for grad in grad_outputs)

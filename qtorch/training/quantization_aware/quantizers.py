@@ -23,13 +23,10 @@ from ...calibration.observers import Observer
 from ...calibration.statistics import Statistic
 from ...kernels.ops.quantize import without_lost_rows
 from ...model.install import QuantizationState
-from ...primitives import QuantSpec
+from ...primitives import QuantSpec, scale_rules
 from ...primitives.fake_quant import zero_point_code
 from ...primitives.qparams import min_max
-from ...primitives.scale_rules import elements_last
 from .fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
-
-MinMax = tuple[Tensor, Tensor]
 
 
 class Quantizer(QuantizationState):
@@ -260,7 +257,7 @@ class ObservedRange(Quantizer):
     def _follow(self, x: Tensor) -> None:
         rows = without_lost_rows(x.detach(), self.spec)
         if self.memory is not None:
-            blocks, shape = elements_last(rows, self.spec)
+            blocks, shape = scale_rules.elements_last(rows, self.spec)
             if blocks.numel():
                 measured = mean_over_ranks(self.observer.measure(blocks)).unflatten(1, shape)
                 memory, extremes = self.observer.follow_measured(self.memory, measured)
@@ -270,6 +267,6 @@ class ObservedRange(Quantizer):
         low, high = mean_over_ranks(torch.stack(min_max(rows, self.spec.block_size(rows.shape))))
         self._set_range(self.observer.follow((self.min_val, self.max_val), (low, high)))
 
-    def _set_range(self, extremes: MinMax) -> None:
+    def _set_range(self, extremes: tuple[Tensor, Tensor]) -> None:
         self.min_val.copy_(extremes[0])
         self.max_val.copy_(extremes[1])

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...model.targets import Target
-from ...model.weight_kinds import WeightKind
+from ...model import targets, weight_kinds
 from ...recipes.base import Recipe, check_float_weight, register_recipe
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.numerics import fully_quantized
@@ -17,11 +16,7 @@ from ..weights.master import MasterWeight
 
 class TrainingRecipe(Recipe):
     """Weights stay in floating point; their matmuls run as `training_spec` says. No value is read: a model may be on
-    the meta device, to be sharded, materialized and initialized after `quantize_`.
-
-    Raises:
-        ValueError: `training_spec` does.
-    """
+    the meta device, to be sharded, materialized and initialized after `quantize_`."""
 
     trains: ClassVar[bool] = True
 
@@ -41,12 +36,12 @@ class TrainingRecipe(Recipe):
     def apply(self, weight: Tensor) -> Tensor:
         return MasterWeight.of(weight, self.training_spec())
 
-    def has_made(self, target: Target[Any]) -> bool:
+    def has_made(self, target: targets.Target[Any]) -> bool:
         weight = target.parameter
         return isinstance(weight, MasterWeight) and weight.scheme.training == self.training_spec()  # type: ignore[attr-defined]
 
 
-def declines_experts(recipe: Recipe, kind: WeightKind) -> str | None:
+def declines_experts(recipe: Recipe, kind: weight_kinds.WeightKind) -> str | None:
     """`Recipe.declines` of recipes that take matrices."""
     return f"experts in one parameter, and {recipe.name} takes matrices" if kind.name == "experts" else None
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ...kernels.registry import scale_per_row
 from ...model.weight_kinds import WeightKind
-from ...primitives import AbsMeanRule, FixedRangeRule, PerTensor, QuantSpec, ZeroPointDomain, qdtype
-from ...primitives.layouts.packed import pack_codes
-from ...primitives.spec import Scheme
+from ...primitives import AbsMeanRule, FixedRangeRule, PerTensor, QuantSpec, Scheme, ZeroPointDomain, qdtype
+from ...primitives.layouts import pack_codes
 from ...recipes.base import register_recipe
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from ..engine.numerics import int8, integer
@@ -51,11 +50,9 @@ class BitnetTraining(TrainingRecipe):
 
 
 class BitnetWeight(MasterWeight):
-    """A `MasterWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits.
-
-    The scale is the mean over all shards: one all-reduce each time a weight is gathered, or one a step for all weights
-    by `precompute_bitnet_scale_for_fsdp`.
-    """
+    """A `MasterWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits. The scale is the mean over
+    all shards: one all-reduce each time a weight is gathered, or one a step for all weights by
+    `precompute_bitnet_scale_for_fsdp`."""
 
     _precomputed: tuple[int, Tensor] | None = None
 
@@ -111,11 +108,9 @@ def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
 
 def _global_mean(shards: list[Tensor], counts: list[int], mesh: Any) -> Tensor:
     """Mean magnitude of each tensor over all its shards, fp32, in one all-reduce."""
-    import torch.distributed as dist
-
     sums = torch.stack([shard.float().abs().sum() for shard in shards])
     # With a mesh of two axes, replicas hold equal shards: the last axis has all of them.
-    dist.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
+    torch.distributed.all_reduce(sums, group=mesh.get_group(mesh.ndim - 1))
     return (sums / sums.new_tensor(counts)).clamp(min=torch.finfo(torch.float32).tiny)
 
 

@@ -9,8 +9,7 @@ import torch
 from ...primitives import Granularity, PerRow, PerTensor, qdtype
 from ...recipes.base import register_recipe
 from ...recipes.mx import mx_spec
-from ..engine.gemm_spec import GemmSpec, TrainingSpec
-from ..engine.numerics import fully_quantized_float8
+from ..engine import gemm_spec, numerics
 from .base import TrainingRecipe
 
 _WORDS: dict[str, Granularity] = {"rowwise": PerRow(), "tensorwise": PerTensor()}
@@ -39,10 +38,10 @@ class Float8Training(TrainingRecipe):
             raise ValueError(f"{self.name}: granularity is 'rowwise' or 'tensorwise', got {self.granularity!r}")
         super().__post_init__()
 
-    def training_spec(self) -> TrainingSpec:
+    def training_spec(self) -> gemm_spec.TrainingSpec:
         by_granularity = torch.float8_e4m3fn if isinstance(self.granularity, PerRow) else torch.float8_e5m2
         gradient = self.gradient_dtype or by_granularity
-        return fully_quantized_float8(self.granularity, gradient=gradient, grad_weight=self.grad_weight)
+        return numerics.fully_quantized_float8(self.granularity, gradient=gradient, grad_weight=self.grad_weight)
 
 
 @register_recipe("mxfp8_training")
@@ -53,7 +52,7 @@ class Mxfp8Training(TrainingRecipe):
     zeros complete the blocks.
     """
 
-    def training_spec(self) -> TrainingSpec:
+    def training_spec(self) -> gemm_spec.TrainingSpec:
         spec = mx_spec(qdtype("float8_e4m3fn"))
-        gemm = GemmSpec(spec, spec)
-        return TrainingSpec(gemm, gemm, gemm)
+        gemm = gemm_spec.GemmSpec(spec, spec)
+        return gemm_spec.TrainingSpec(gemm, gemm, gemm)

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ...dtypes import PackedLayout
-from ...model.targets import Target
-from ...model.weight_kinds import WeightKind
+from ...model import targets, weight_kinds
 from ...primitives import LinearSpec, PerGroup, PerRow, QuantSpec, Rounding, qdtype
 from ...recipes.base import Recipe, check_has_values, register_recipe
 from ..weights.codes import CodesWeight
@@ -28,13 +27,13 @@ class _QuantizedTraining(Recipe):
     def linear_spec(self) -> LinearSpec:
         raise NotImplementedError
 
-    def declines(self, kind: WeightKind) -> str | None:
+    def declines(self, kind: weight_kinds.WeightKind) -> str | None:
         # Updates of codes go along their rows in memory.
         if kind.is_transposed:
             return f"stored as (inputs, outputs), which {self.name} does not train"
         return declines_experts(self, kind)
 
-    def check_target(self, target: Target[Any]) -> None:
+    def check_target(self, target: targets.Target[Any]) -> None:
         if target.kind.is_transposed:
             raise ValueError(f"is {self.declines(target.kind)}")
         super().check_target(target)
@@ -47,7 +46,7 @@ class _QuantizedTraining(Recipe):
     def apply(self, weight: Tensor) -> Tensor:
         return CodesWeight.from_float(weight, self.linear_spec())
 
-    def has_made(self, target: Target[Any]) -> bool:
+    def has_made(self, target: targets.Target[Any]) -> bool:
         weight = target.parameter
         return isinstance(weight, CodesWeight) and weight.scheme.weight == self.linear_spec().weight
 

@@ -11,17 +11,14 @@ from torch import Tensor, nn
 from ...calibration.statistics import Statistics
 from ...kernels.registry import from_rows, to_rows
 from ...model.targets import Target
-from ...primitives import QuantSpec, qdtype
-from ...primitives.tracing import outside_graphs
+from ...primitives import QuantSpec, qdtype, tracing
 from ...recipes.base import check_has_values, register_recipe
+from ..engine import functional, numerics
 from ..engine.contraction import contraction
-from ..engine.functional import conv_by
 from ..engine.gemm_spec import TrainingSpec
-from ..engine.numerics import fully_quantized
 from ..engine.operand import ContractionState, quantize_operand
-from ..quantization_aware.converted import check_width
-from ..quantization_aware.layers import Prepared, TrainedConv, TrainedLayer, table_of
-from ..quantization_aware.quantizers import ObservedRange
+from ..quantization_aware import converted, quantizers
+from ..quantization_aware.layers import Prepared, TrainedConv, TrainedLayer, of_each_conv, table_of
 from ..quantization_aware.recipes.base import LayerRecipe
 from ..quantization_aware.schedule import QuantizationSchedule, Schedule
 from ..weights.base import of_codes
@@ -29,10 +26,10 @@ from .base import check_trainable
 
 
 class ScheduledContraction(Schedule, ContractionState):
-    """The state of one contraction: its step, and the ranges of its static operands, made when they are first seen.
+    """The state of one contraction: its step, and the ranges of its static operands, made when they are first seen. The
+    count is also a Python number: reading a buffer of a device would wait for it."""
 
-    The count is also a Python number: reading a buffer of a device would wait for it.
-    """
+    repeats = False
 
     def __init__(self, schedule: QuantizationSchedule) -> None:
         super().__init__(schedule.start_step, schedule.freeze_step)
@@ -53,14 +50,14 @@ class ScheduledContraction(Schedule, ContractionState):
         super().count()
         self.steps += 1
 
-    def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> ObservedRange | None:
+    def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> quantizers.ObservedRange | None:
         if operand not in self.static:
             return None
         key = operand.replace(".", "_")
         if key not in self.ranges:
             self._add(key, spec, spec.scale_shape(x.shape), x.device)
         static = self.ranges[key]
-        assert isinstance(static, ObservedRange)
+        assert isinstance(static, quantizers.ObservedRange)
         static.spec = spec
         return static
 
@@ -70,7 +67,7 @@ class ScheduledContraction(Schedule, ContractionState):
         return operand not in self.static or (static is not None and static.is_ready)
 
     def _add(self, key: str, spec: QuantSpec, shape: Any, device: torch.device) -> None:
-        made = ObservedRange(spec, shape, False, self.schedule.following)
+        made = quantizers.ObservedRange(spec, shape, False, self.schedule.following)
         self.ranges[key] = made.to(device).train(self.training)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +83,7 @@ class ScheduledContraction(Schedule, ContractionState):
         return repr(self.schedule)
 
 
-@outside_graphs("the ranges of static operands follow what passes, outside of graphs")
+@tracing.outside_graphs("the ranges of static operands follow what passes, outside of graphs")
 def _with_ranges(x: Tensor, w: Tensor, spec: TrainingSpec, state: ScheduledContraction) -> Tensor:
     """`contraction` with ranges that follow: Dynamo has an internal error, another one in each torch, where an autograd
     function makes or changes buffers."""
@@ -139,7 +136,7 @@ class ScheduledLinear(ScheduledLayer, nn.Linear):
     """`nn.Linear` in training."""
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        check_width(input, weight)
+        converted.check_width(input, weight)
         return from_rows(self.contract(to_rows(input), weight), input, bias)
 
 
@@ -155,19 +152,10 @@ class ScheduledConv(TrainedConv, ScheduledLayer):
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         sizes: tuple[Any, ...] = (self.stride, self.padding, self.dilation)
-        return conv_by(self.contract, weight.dim() - 2, input, weight, bias, *sizes)
+        return functional.conv_by(self.contract, weight.dim() - 2, input, weight, bias, *sizes)
 
 
-class ScheduledConv1d(ScheduledConv, nn.Conv1d):
-    """`nn.Conv1d` in training."""
-
-
-class ScheduledConv2d(ScheduledConv, nn.Conv2d):
-    """`nn.Conv2d` in training."""
-
-
-class ScheduledConv3d(ScheduledConv, nn.Conv3d):
-    """`nn.Conv3d` in training."""
+ScheduledConv1d, ScheduledConv2d, ScheduledConv3d = of_each_conv(ScheduledConv)
 
 
 @register_recipe("scheduled_training")
@@ -187,7 +175,7 @@ class ScheduledTraining(LayerRecipe):
     layers = table_of(ScheduledLinear, ScheduledConv1d, ScheduledConv2d, ScheduledConv3d)
     hint = ". inject(spec) takes any contraction"
 
-    spec: TrainingSpec = fully_quantized()
+    spec: TrainingSpec = numerics.fully_quantized()
     schedule: QuantizationSchedule = QuantizationSchedule()
 
     def __post_init__(self) -> None:

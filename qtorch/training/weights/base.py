@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...dtypes import AffineQuantizedTensor, QuantizedTensor
+from ...dtypes import AffineQuantizedTensor, QuantizedTensor, products
 from ...dtypes.linear import check_dtype, multiply
-from ...dtypes.products import einsum_by
 from ...kernels.conv import Window, multiply_windows, to_matrix
 from ...kernels.registry import from_rows, scale_per_row, to_rows
-from ...primitives import LinearSpec
-from ...primitives.tracing import apply, starts_no_graph
+from ...primitives import LinearSpec, tracing
+from ..engine import gemm_spec, operand
 from ..engine.contraction import contraction
-from ..engine.gemm_spec import TrainingSpec
-from ..engine.operand import STATELESS, ContractionState
 
 
 class TrainingWeight(QuantizedTensor):
@@ -30,7 +27,7 @@ class TrainingWeight(QuantizedTensor):
     trains: ClassVar[bool] = True
 
     @property
-    def training_spec(self) -> TrainingSpec:
+    def training_spec(self) -> gemm_spec.TrainingSpec:
         """How the matmuls of this weight are quantized, the weight being their rhs."""
         raise NotImplementedError
 
@@ -45,7 +42,7 @@ class TrainingWeight(QuantizedTensor):
     def check_convert(self) -> None:
         """Raise `ValueError` if this weight cannot be converted."""
 
-    def linear(self, input: Tensor, bias: Tensor | None, state: ContractionState = STATELESS) -> Tensor:
+    def linear(self, input: Tensor, bias: Tensor | None, state: operand.ContractionState = operand.STATELESS) -> Tensor:
         """`F.linear`; under tensor parallelism `state` is the `Split` of which this is a part."""
         return from_rows(contraction(to_rows(input), self, self.training_spec, state), input, bias)
 
@@ -71,7 +68,7 @@ class TrainingWeight(QuantizedTensor):
         return functional.embedding(ids, rows, **options).to(self.dtype)
 
     @classmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FUNCTIONS:
             return _FUNCTIONS[func](*args, **(kwargs or {}))
@@ -84,14 +81,14 @@ class _Floats(torch.autograd.Function):
         return weight.floats().clone()
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         return grad_outputs[0]
 
 
 def floats_of(weight: Tensor) -> Tensor:
     """A weight, plain or in training, as a plain tensor, differentiable."""
-    return apply(_Floats, weight) if isinstance(weight, TrainingWeight) else weight
+    return tracing.apply(_Floats, weight) if isinstance(weight, TrainingWeight) else weight
 
 
 def of_codes(
@@ -134,8 +131,8 @@ def _einsum(equation: str, *operands: Any) -> Tensor:
         """Of an input and a view of the weight. A sum over an axis of the weight is a plain tensor."""
         return b.linear(a, None) if isinstance(b, TrainingWeight) else contraction(a, b, rhs.training_spec)
 
-    return einsum_by(product, equation, lhs, rhs)
+    return products.einsum_by(product, equation, lhs, rhs)
 
 
 _FUNCTIONS = {torch.einsum: _einsum}
-"""Functions beside the products of `dtypes.functions`, which call `linear`, and convolutions, which call `conv`."""
+"""Functions beside the products of `dtypes.products`, which call `linear`, and convolutions, which call `conv`."""

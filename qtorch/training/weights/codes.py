@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ...dtypes import AffineQuantizedTensor, QuantizedTensor
-from ...dtypes.ops import check_copy, count_write, same_numbers
+from ...dtypes import AffineQuantizedTensor, QuantizedTensor, ops
 from ...primitives import LinearSpec, QuantSpec
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from .base import TrainingWeight, written_by
@@ -142,7 +141,7 @@ def _update_one(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         return
     if func in SCALINGS and (factor := _positive_scalar(args[1])) is not None and weights[0].scales()[1] is None:
         weights[0].scales()[0].mul_(factor)
-        count_write(weights[0])
+        ops.count_write(weights[0])
         return
     base = weights[0]._base
     # A shard of FSDP2 is a part only of its padding, which nobody reads.
@@ -179,10 +178,10 @@ def _store(weight: CodesWeight, source: Tensor) -> None:
     """Quantize `source` into `weight`, rounding as its spec says; codes of the same spec are copied."""
     if tuple(source.shape) != weight.scheme.shape:
         raise ValueError(f"copy_: the target has shape {weight.scheme.shape}, the source {tuple(source.shape)}")
-    check_copy(weight, source)
+    ops.check_copy(weight, source)
     scheme = weight.scheme
     given: Any = source.scheme if isinstance(source, AffineQuantizedTensor) else None
-    if given is not None and same_numbers(given.weight, scheme.weight) and given.layout == scheme.layout:
+    if given is not None and ops.same_numbers(given.weight, scheme.weight) and given.layout == scheme.layout:
         new: Any = source
     else:
         values = (source.dequantize() if isinstance(source, QuantizedTensor) else source).to(weight.device)
@@ -191,7 +190,7 @@ def _store(weight: CodesWeight, source: Tensor) -> None:
         new = weight.with_plain((spec.quantize(values, scale, zero_point, _noise(weight)), scale, zero_point))
     for name, inner in weight.inner_tensors.items():
         inner.copy_(getattr(new, name))
-    count_write(weight)
+    ops.count_write(weight)
 
 
 def _noise(weight: CodesWeight) -> torch.Generator | None:

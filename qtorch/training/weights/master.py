@@ -17,17 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ...dtypes import AffineQuantizedTensor, Layout
-from ...dtypes.base import make_wrapper, parts_of
-from ...primitives import LinearSpec, QuantSpec
-from ...primitives.granularity import granularity_of
+from ...dtypes import AffineQuantizedTensor, Layout, base
+from ...primitives import LinearSpec, QuantSpec, granularity
 from ...primitives.jsonable import jsonable
-from ...primitives.layouts import LAYOUTS
-from ...primitives.layouts.base import Form, Forms
+from ...primitives.layouts import LAYOUTS, Form, Forms
 from ...primitives.spec import constant_shape
-from ..engine.contraction import warn_once
+from ..engine import contraction, operand
 from ..engine.gemm_spec import TrainingSpec
-from ..engine.operand import Operand, quantize_operand
 from ..engine.split import check_split
 from .base import TrainingWeight, of_codes, written_by
 
@@ -103,16 +99,10 @@ class MasterWeight(TrainingWeight):
 
     @staticmethod
     def __new__(cls: Any, tensors: Any, scheme: Any = None, requires_grad: bool = False) -> MasterWeight:
-        parts, scheme = parts_of(cls, tensors, scheme)
+        parts, scheme = base.parts_of(cls, tensors, scheme)
         master: Any = parts["master"]
-        made: MasterWeight = make_wrapper(
-            cls,
-            master.shape,
-            strides=master.stride(),
-            storage_offset=master.storage_offset(),
-            dtype=scheme.dtype,
-            device=master.device,
-        )
+        place = {"strides": master.stride(), "storage_offset": master.storage_offset(), "device": master.device}
+        made: MasterWeight = base.make_wrapper(cls, master.shape, dtype=scheme.dtype, **place)
         return made
 
     @classmethod
@@ -152,15 +142,15 @@ class MasterWeight(TrainingWeight):
         rhs = spec.output.rhs.to_nearest()
         rhs.block_size(weight.shape)
         if weight.dim() == 2:
-            codes, _, scale, zero_point, _ = quantize_operand(weight, rhs)
+            codes, _, scale, zero_point, _ = operand.quantize_operand(weight, rhs)
             assert scale is not None
             return of_codes(codes, scale, zero_point, linear, weight.dtype)
-        return self._of_experts([quantize_operand(matrix, rhs) for matrix in weight], linear)
+        return self._of_experts([operand.quantize_operand(matrix, rhs) for matrix in weight], linear)
 
-    def _of_experts(self, matrices: list[Operand], linear: LinearSpec) -> Tensor:
+    def _of_experts(self, matrices: list[operand.Operand], linear: LinearSpec) -> Tensor:
         """The weight (E, N, K) of matrices that have scales of their own."""
         rows, columns = linear.weight.granularity.pattern(2)
-        spec = replace(linear, weight=linear.weight.with_granularity(granularity_of((1, rows, columns))))
+        spec = replace(linear, weight=linear.weight.with_granularity(granularity.granularity_of((1, rows, columns))))
         one = [of_codes(m.values, m.scale, m.zero_point, linear, self.dtype).plain() for m in matrices]  # type: ignore[arg-type]
         codes, scale, zero_point = (
             None if parts[0] is None else torch.stack(parts) for parts in zip(*one, strict=True)
@@ -280,7 +270,7 @@ def _warn_of_lost_updates(before: Tensor, after: Tensor, exact: Tensor) -> None:
     count = int(moved.sum())
     lost = int((moved & (after == before)).sum())
     if count and lost > LOST_SHARE * count:
-        warn_once(
+        contraction.warn_once(
             "lost updates",
             f"{lost / count:.0%} of an update of a {str(before.dtype).removeprefix('torch.')} weight of shape "
             f"{tuple(before.shape)} vanish in rounding: they are below half a unit in the last place of the weight. "

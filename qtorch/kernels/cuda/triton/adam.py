@@ -13,7 +13,7 @@ from torch import Tensor
 from ....primitives.granularity import FlatBlocks
 from ...custom_ops import note
 from ...ops.adam import AdamStep, Moment
-from .launch import check_device, next_power_of_two
+from .launch import check_device
 from .quantize import TINY, magnitude_bits
 
 FORM_NUMBERS = {"32": 0, "8": 1, "4": 2, "float8": 3}
@@ -180,7 +180,7 @@ def _step(
 def adam(
     weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatBlocks, step: AdamStep, largest: float
 ) -> None:
-    """See `kernels.ops.adam.adam_step`; the arguments are checked already (`kernels.ops.adam_check`).
+    """See `kernels.ops.adam.adam_step`; the arguments are checked already (`check_step`).
 
     Args:
         largest: scale that codes may have.
@@ -190,7 +190,7 @@ def adam(
     if step.form == "32":
         blocks = FlatBlocks(1, weight.numel(), 256)
     run = -(-blocks.block // 8)
-    width = next_power_of_two(run)
+    width = triton.next_power_of_2(run)
     rows = max(1, ELEMENTS // (8 * width))
     pointers = []
     for moment in (*moments, moments[0])[:3]:

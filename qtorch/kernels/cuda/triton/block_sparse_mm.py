@@ -79,27 +79,11 @@ def _block_sparse_mm(
 
 
 def block_sparse_mm(
-    x: Tensor,
-    xs: Tensor | None,
-    xz: Tensor | None,
-    qdata: Tensor,
-    columns: Tensor,
-    ws: Tensor,
-    weight_dtype: str,
-    dtype: torch.dtype,
-    bias: Tensor | None,
-) -> Tensor:
-    """The equation at the top of the file.
-
-    Args:
-        x: (M, K) int8 codes, or fp32, fp16 or bf16; any strides.
-        xs: (M, 1) or (1, 1) scale of codes.  xz: zero point like it, or None.
-        qdata, columns, ws: those of `BlockSparseLayout`; blocks of 32, 64 or 128, groups of 32 or more. The values of
-            `columns` are not checked here.
-        weight_dtype: name of a `QDType`.
-        dtype: of the result: fp32, fp16 or bf16.
-        bias: (N,), added to the rounded result; or None.
-    """
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: str,
+    dtype: torch.dtype, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """See `cpu_block_sparse_mm`; any strides of x, blocks of 32, 64 or 128, groups of 32 or more. `bias` is added to
+    the rounded result, and the values of `columns` are not checked here."""
     op = "block_sparse_mm"
     check_matrix(op, "x", x, (torch.int8,) if xs is not None else FLOATS)
     check_matrix(op, "columns", columns, (torch.int32,))

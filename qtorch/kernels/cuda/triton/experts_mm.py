@@ -15,7 +15,7 @@ from torch import Tensor
 from ..launch_config import LaunchConfig, launch
 from .int8_grouped_mm import Int8Operands, int8_products
 from .intx_weight_mm import weight_products
-from .launch import FLOATS, WeightArguments, check_device, check_matrix, next_power_of_two
+from .launch import FLOATS, WeightArguments, check_device, check_matrix
 
 CANDIDATES = [
     LaunchConfig(m, n, k, num_warps=warps, num_stages=stages)
@@ -131,15 +131,9 @@ def _matrices(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[
 
 
 def experts_weight_mm(
-    x: Tensor,
-    experts: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    middle: float,
+    x: Tensor, experts: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float,
     domain: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See `cuda_experts_mm`; any strides."""
     op = "experts_weight_mm"
     check_matrix(op, "x", x, FLOATS)
@@ -156,7 +150,7 @@ def experts_weight_mm(
         block_m = max(16, config.block_m)
         _experts_weight_mm[routes.grid(n, config.block_n, block_m)](
             x, *weight.pointers, y, routes.first, routes.order, count, n, *weight.sizes, routes.share, *x.stride(),
-            *weight.steps, **weight.constants(x, block_m, config.block_k), BLOCK_E=next_power_of_two(count),
+            *weight.steps, **weight.constants(x, block_m, config.block_k), BLOCK_E=triton.next_power_of_2(count),
             BLOCK_N=config.block_n, **config.options, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -165,16 +159,9 @@ def experts_weight_mm(
 
 
 def experts_int8_mm(
-    xq: Tensor,
-    experts: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, experts: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None,
+    weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """See `cuda_experts_int8_mm`; any strides."""
     op = "experts_int8_mm"
     _check_experts(op, xq, experts, qdata, ws)
@@ -189,7 +176,7 @@ def experts_int8_mm(
         block_m = max(16, config.block_m)
         _experts_int8_mm[routes.grid(n, config.block_n, block_m)](
             *operands.codes, y, *operands.scales, routes.first, routes.order, count, n, *operands.sizes, routes.share,
-            *operands.steps, **operands.constants(config), BLOCK_E=next_power_of_two(count), BLOCK_M=block_m,
+            *operands.steps, **operands.constants(config), BLOCK_E=triton.next_power_of_2(count), BLOCK_M=block_m,
             **config.options, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -14,16 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import (
-    GroupedCodes,
-    check_device,
-    check_matrix,
-    check_shape,
-    next_power_of_two,
-    power_of_two_divisor,
-    row_step,
-    without_terms,
-)
+from .launch import GroupedCodes, check_device, check_matrix, check_shape, power_of_two_in, row_step, without_terms
 from .unpack import unpack_int8
 
 CANDIDATES = [
@@ -72,11 +63,9 @@ def int8_products(
     WEIGHT_ZERO: tl.constexpr, INPUT_ZERO: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y' before the scales of x.
-
-    The pointers are those of the rows of a tile: `x_ptrs` (BLOCK_K, BLOCK_M) and `q_ptrs` (BLOCK_N, 1) at the first
-    column, `scale_rows` and `zero_rows` (BLOCK_N) at the first group, `x_zero_rows` (BLOCK_M); `inner` is 0 to BLOCK_K.
-    """
+    """A tile of y' before the scales of x. The pointers are those of the rows of a tile: `x_ptrs` (BLOCK_K, BLOCK_M)
+    and `q_ptrs` (BLOCK_N, 1) at the first column, `scale_rows` and `zero_rows` (BLOCK_N) at the first group,
+    `x_zero_rows` (BLOCK_M); `inner` is 0 to BLOCK_K."""
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     x_zero = tl.load(x_zero_rows).to(tl.int32) if INPUT_ZERO else tl.zeros([BLOCK_M], tl.int32)
     for group in range(0, K // GROUP):
@@ -143,17 +132,9 @@ class Int8Operands(GroupedCodes):
     """`GroupedCodes` that meet int8 codes (M, K), as a launch takes them; `others` have to be on the same device."""
 
     def __init__(
-        self,
-        op: str,
-        xq: Tensor,
-        xs: Tensor,
-        xz: Tensor | None,
-        qdata: Tensor,
-        ws: Tensor,
-        wz: Tensor | None,
-        dtype: str,
-        **others: Tensor | None,
-    ) -> None:
+        self, op: str, xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None,
+        dtype: str, **others: Tensor | None,
+    ) -> None:  # fmt: skip
         check_matrix(op, "xq", xq, (torch.int8,))
         m, k = xq.shape
         super().__init__(op, k, qdata, ws, wz, dtype)
@@ -177,26 +158,19 @@ class Int8Operands(GroupedCodes):
 
     def constants(self, config: LaunchConfig) -> dict[str, object]:
         """The constants of `int8_products` but BLOCK_M, with a group cut into tiles of about `block_k` columns."""
-        block_k = min(config.block_k, power_of_two_divisor(self.segment, self.group))
+        block_k = min(config.block_k, power_of_two_in(self.segment, self.group))
         even = block_k >= 32 and self.whole_segments
         if not even:
-            block_k = max(32, min(config.block_k, next_power_of_two(self.group)))
+            block_k = max(32, min(config.block_k, triton.next_power_of_2(self.group)))
         tiles = triton.cdiv(self.group, block_k)
         about = {"TILES": tiles, "UNROLL": tiles <= UNROLLED, "EVEN": even, "ASM": self.qdata.device.type == "cuda"}
         return {**self.numerics, **about, "BLOCK_N": config.block_n, "BLOCK_K": block_k}
 
 
 def int8_grouped_mm(
-    xq: Tensor,
-    xs: Tensor,
-    xz: Tensor | None,
-    qdata: Tensor,
-    ws: Tensor,
-    wz: Tensor | None,
-    weight_dtype: str,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None, weight_dtype: str,
+    bias: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """See `cuda_int8_mm`; any strides. `bias` is added to the rounded result."""
     op = "int8_grouped_mm"
     xq = xq if xq.dim() != 2 or xq.stride(1) == 1 else xq.contiguous()

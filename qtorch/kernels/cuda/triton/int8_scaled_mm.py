@@ -148,14 +148,9 @@ def _int8_scaled_mm_tma(
 
 
 def int8_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    row_scale: Tensor | None,
-    column_scale: Tensor | None,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    row_zero: Tensor | None = None,
-) -> Tensor:
+    a: Tensor, b: Tensor, row_scale: Tensor | None, column_scale: Tensor | None, dtype: torch.dtype,
+    bias: Tensor | None = None, row_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The equation at the top of the file.
 
     Args:

@@ -23,15 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import (
-    FLOATS,
-    WeightArguments,
-    check_device,
-    check_matrix,
-    check_shape,
-    power_of_two_divisor,
-    without_terms,
-)
+from .launch import FLOATS, WeightArguments, check_device, check_matrix, check_shape, power_of_two_in, without_terms
 from .unpack import dequantize, unpack_floats
 
 CANDIDATES = [
@@ -73,11 +65,9 @@ def weight_products(
     ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y', in fp32, of part number `part_number` of SPLIT_K of the contracted axis.
-
-    The pointers are those of the rows of a tile: `x_ptrs` (BLOCK_K, BLOCK_M) and `q_ptrs` (BLOCK_N, BLOCK_K) at the
-    first column, `scale_rows` and `zero_rows` (BLOCK_N) at the first group; `inner` is 0 to BLOCK_K.
-    """
+    """A tile of y', in fp32, of part number `part_number` of SPLIT_K of the contracted axis. The pointers are those of
+    the rows of a tile: `x_ptrs` (BLOCK_K, BLOCK_M) and `q_ptrs` (BLOCK_N, BLOCK_K) at the first column, `scale_rows`
+    and `zero_rows` (BLOCK_N) at the first group; `inner` is 0 to BLOCK_K."""
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
     SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
@@ -234,15 +224,9 @@ def _weight_mv(
 
 
 def intx_weight_mm(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    dtype: str,
-    middle: float,
-    domain: str,
+    x: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float, domain: str,
     bias: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See `cuda_weight_mm`; any strides."""
     op = "intx_weight_mm"
     check_matrix(op, "x", x, FLOATS)
@@ -272,7 +256,7 @@ def intx_weight_mm(
 
 def _launch_mv(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
     # A tile may hold several groups, as long as runs of RUN codes do not.
-    block_k = min(config.block_k, max(power_of_two_divisor(weight.segment), 64))
+    block_k = min(config.block_k, max(power_of_two_in(weight.segment), 64))
     one_group = weight.groups == 1 or (weight.group % RUN == 0 and weight.segment % RUN == 0)
     even = weight.segment % block_k == 0 and weight.whole_segments
     _weight_mv[(triton.cdiv(weight.n, config.block_n),)](

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...custom_ops import note
 from ...ops.kv_attention import KVAttention
-from .launch import check_device, next_power_of_two
+from .launch import check_device
 
 FORMATS = {"int8": 0, "uint4": 1, "float8_e4m3fn": 2, "floats": 3}
 MASKS = {None: 0, torch.uint8: 1, torch.float32: 2, torch.bfloat16: 2, torch.float16: 2}
@@ -192,11 +192,7 @@ def _kv_attention(
 
 
 def kv_attention(call: KVAttention) -> Tensor:
-    """See `ops.kv_attention`; the arguments are checked.
-
-    Raises:
-        ValueError: the tensors are not on one device that Triton can use.
-    """
+    """See `ops.kv_attention`; the arguments are checked, but for their device."""
     query, form, mask = call.query, call.form, call.mask
     groups = {"keys": call.keys, "values": call.values, "recent": call.recent}
     held = {f"{name} {i}": t for name, tensors in groups.items() for i, t in enumerate(tensors)}
@@ -210,7 +206,7 @@ def kv_attention(call: KVAttention) -> Tensor:
         mask = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
     all_rows = group * rows
-    block_m = min(64, max(16, next_power_of_two(all_rows)))
+    block_m = min(64, max(16, triton.next_power_of_2(all_rows)))
     tiles = batch * heads * triton.cdiv(all_rows, block_m)
     part = triton.cdiv(triton.cdiv(call.tokens, max(1, PROGRAMS // max(tiles, 1))), 4 * BLOCK_T) * 4 * BLOCK_T
     of_codes = triton.cdiv(call.tokens, part) if part else 0
@@ -236,7 +232,7 @@ def kv_attention(call: KVAttention) -> Tensor:
             *(values[1].stride()[:3] if scaled else (0, 0, 0)), *steps,
             FORMATS[kind], scaled and form.block > 0, zero, MASKS[None if mask is None else mask.dtype],
             used, call.softcap != 0, call.causal and rows > 1, "ieee" if query.dtype is torch.float32 else "tf32",
-            block_m, BLOCK_T, max(16, next_power_of_two(k_row)), max(16, next_power_of_two(v_row)), num_warps=4,
+            block_m, BLOCK_T, *(max(16, triton.next_power_of_2(row)) for row in (k_row, v_row)), num_warps=4,
         )  # fmt: skip
 
     if of_codes:

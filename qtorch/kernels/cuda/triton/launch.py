@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.layouts.packed import packed_length
-from ....primitives.qdtype import qdtype
+from ....primitives import qdtype
+from ....primitives.layouts import packed_length
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -53,17 +53,12 @@ def check_seed(op: str, seed: Tensor) -> None:
         raise ValueError(f"{op}: the seed is one int64, got shape {tuple(seed.shape)} of {seed.dtype}")
 
 
-def power_of_two_divisor(*sizes: int) -> int:
+def power_of_two_in(*sizes: int) -> int:
     """The largest power of two that divides all of these."""
     size = 0
     for s in sizes:
         size |= s
     return size & -size
-
-
-def next_power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def row_step(x: Tensor) -> int:
@@ -135,16 +130,9 @@ class WeightArguments(GroupedCodes):
     """`GroupedCodes` that meet floating point; `middle` and `domain` as in `cuda_weight_mm`."""
 
     def __init__(
-        self,
-        op: str,
-        k: int,
-        qdata: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        dtype: str,
-        middle: float,
+        self, op: str, k: int, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float,
         domain: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if domain not in ZEROS:
             raise ValueError(f"{op} takes a domain of {list(ZEROS)}, got {domain!r}")
         super().__init__(op, k, qdata, scale, zero_point, dtype, 1)
@@ -152,13 +140,8 @@ class WeightArguments(GroupedCodes):
         zero_point = scale if zero_point is None else zero_point
         self.pointers = (self.qdata, scale, zero_point)
         self.sizes = (k, self.segment)
-        self.steps = (
-            self.qdata.stride(0),
-            row_step(scale),
-            scale.stride(1),
-            row_step(zero_point),
-            zero_point.stride(1),
-        )
+        of_zeros = (row_step(zero_point), zero_point.stride(1))
+        self.steps = (self.qdata.stride(0), row_step(scale), scale.stride(1), *of_zeros)
         self.numerics = {
             # A row in one group is any group that is long enough: kernels are compiled for each size.
             "GROUP": self.group if self.groups > 1 else 1 << 30,
@@ -171,7 +154,7 @@ class WeightArguments(GroupedCodes):
 
     def tile(self, wanted: int) -> tuple[int, bool, bool]:
         """(BLOCK_K, whether a tile lies in one group, whether no mask is needed)."""
-        fitting = min(wanted, power_of_two_divisor(self.segment, self.group if self.groups > 1 else 0))
+        fitting = min(wanted, power_of_two_in(self.segment, self.group if self.groups > 1 else 0))
         if fitting < min(wanted, SMALLEST_TILE):
             return min(wanted, 128), self.groups == 1, False
         return fitting, True, self.whole_segments

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...custom_ops import note
-from .launch import FLOATS, check_device, check_matrix, check_seed, next_power_of_two
+from .launch import FLOATS, check_device, check_matrix, check_seed
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -122,7 +122,7 @@ def quantize_rowwise(
     t = x.new_empty(k, m, dtype=dtype) if transposed else None
     if x.numel():
         one_pass = k <= WHOLE_ROW and not transposed
-        block = next_power_of_two(k) if one_pass else 128 if transposed else 4096
+        block = triton.next_power_of_2(k) if one_pass else 128 if transposed else 4096
         rows = 64 if transposed else max(1, 1024 // block)
         _quantize_rows[(triton.cdiv(m, rows),)](
             x, q, q if t is None else t, scale, scale if seed is None else seed, m, k, *x.stride(),
@@ -199,7 +199,7 @@ def quantize_rowwise_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, scale = x.new_empty(m, k, dtype=torch.int8), x.new_full((m, 1), TINY, dtype=torch.float32)
     zero = x.new_full((m, 1), -128, dtype=torch.int8)
     if x.numel():
-        block = next_power_of_two(k)
+        block = triton.next_power_of_2(k)
         rows = max(1, 1024 // block)
         _quantize_rows_asymmetric[(triton.cdiv(m, rows),)](
             x, q, scale, zero, m, k, *x.stride(), TINY, LARGEST_SCALE, rows, block,
@@ -324,7 +324,7 @@ def quantize_tilewise(
         )
     q, scale = x.new_empty(m, k, dtype=dtype), x.new_empty(m // r, k // c, dtype=torch.float32)
     if x.numel():
-        block_r, block_c = next_power_of_two(r), next_power_of_two(c)
+        block_r, block_c = triton.next_power_of_2(r), triton.next_power_of_2(c)
         tiles = max(1, 2048 // (block_r * block_c))
         _quantize_tiles[(triton.cdiv(m // r, tiles), k // c)](
             x, q, scale, scale if seed is None else seed, m, k, *x.stride(), LARGEST[dtype], TINY, seed is not None,

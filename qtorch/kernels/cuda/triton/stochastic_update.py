@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...custom_ops import note
-from .launch import FLOATS, check_device, check_matrix, check_seed, check_shape, next_power_of_two
+from .launch import FLOATS, check_device, check_matrix, check_seed, check_shape
 from .quantize import TINY, WHOLE_ROW, codes_of, magnitude_bits, scale_of
 
 
@@ -65,17 +65,10 @@ def _check(op: str, w: Tensor, u: Tensor, seed: Tensor, dtype: torch.dtype, scal
 
 
 def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
-    """w += alpha * u, rounded stochastically to bf16.
-
-    Args:
-        w: (M, K) bf16, changed in place.
-        u: (M, K) fp32, fp16 or bf16.
-        alpha: a number.
-        seed: int64 (1,) on the device of w.
-    """
+    """See `stochastic_update_bf16_`; `seed` is an int64 (1,) on the device of w."""
     _check("update_bf16", w, u, seed, torch.bfloat16)
     if w.numel():
-        block = min(2048, next_power_of_two(w.shape[1]))
+        block = min(2048, triton.next_power_of_2(w.shape[1]))
         _update_bf16[(w.shape[0], triton.cdiv(w.shape[1], block))](
             w, u, seed, alpha, w.shape[1], *w.stride(), *u.stride(), block, num_warps=max(1, block // 256),
             enable_fp_fusion=False,
@@ -83,13 +76,7 @@ def update_bf16(w: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
 
 
 def update_int8(q: Tensor, scale: Tensor, u: Tensor, alpha: float, seed: Tensor) -> None:
-    """q * scale += alpha * u, with a new scale for each row and codes rounded stochastically.
-
-    Args:
-        q: (M, K) int8, changed in place; its rows contiguous, of at most 16384 elements.
-        scale: (M, 1) fp32, contiguous, changed in place.
-        u, alpha, seed: see `update_bf16`.
-    """
+    """See `stochastic_update_int8_`; scales and rows are contiguous, rows of at most 16384 codes."""
     _check("update_int8", q, u, seed, torch.int8, scale)
     if q.stride(1) != 1 or not scale.is_contiguous() or scale.dtype != torch.float32 or q.shape[1] > WHOLE_ROW:
         raise ValueError(
@@ -97,7 +84,7 @@ def update_int8(q: Tensor, scale: Tensor, u: Tensor, alpha: float, seed: Tensor)
             f"{q.stride()}, shape {tuple(q.shape)}, scales of {scale.dtype} with strides {scale.stride()}"
         )
     if q.numel():
-        block = next_power_of_two(q.shape[1])
+        block = triton.next_power_of_2(q.shape[1])
         _update_int8[(q.shape[0],)](
             q, scale, u, seed, alpha, q.shape[1], q.stride(0), *u.stride(), TINY, block,
             num_warps=max(1, min(16, block // 512)), enable_fp_fusion=False,

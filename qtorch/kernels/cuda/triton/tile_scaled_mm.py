@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import FLOATS, check_device, check_matrix, next_power_of_two, power_of_two_divisor, tile_of
+from .launch import FLOATS, check_device, check_matrix, power_of_two_in, tile_of
 
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -80,13 +80,7 @@ def _tile_scaled_mm(
 
 
 def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The equation at the top of the file.
-
-    Args:
-        a: (M, K) int8 or float8.  b: (N, K) of the same dtype. Any strides; row-major is fast.
-        a_scale: (M / R, T) fp32 and b_scale: (N / S, T) fp32, R dividing M, S dividing N, T dividing K.
-        dtype: of the result: fp32, fp16 or bf16.
-    """
+    """See `tile_scaled_mm` of `ops.block_mm`; any strides, row-major is fast."""
     op = "tile_scaled_mm"
     check_matrix(op, "a", a, CODES)
     check_matrix(op, "b", b, (a.dtype,))
@@ -111,10 +105,10 @@ def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype
     tile = k // a_scale.shape[1]
 
     def run(config: LaunchConfig) -> None:
-        block_k = min(config.block_k, power_of_two_divisor(tile))
+        block_k = min(config.block_k, power_of_two_in(tile))
         even = block_k >= 32
         if not even:
-            block_k = max(32, min(config.block_k, next_power_of_two(tile)))
+            block_k = max(32, min(config.block_k, triton.next_power_of_2(tile)))
         steps = triton.cdiv(tile, block_k)
         grid = (triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n),)
         _tile_scaled_mm[grid](

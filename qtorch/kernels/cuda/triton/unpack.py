@@ -43,10 +43,8 @@ _SIGNED_NIBBLES: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def unpack_tile(pointers, mask, G, unit, s: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr):
-    """Unsigned codes (uint8) of segment number unit * (8 / p) + s, p the width of the first part.
-
-    `pointers` are those of row 0; the codes of 8 bits are one segment of one row.
-    """
+    """Unsigned codes (uint8) of segment number unit * (8 / p) + s, p the width of the first part. `pointers` are those
+    of row 0; the codes of 8 bits are one segment of one row."""
     if BITS == 8:
         codes = tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
     else:
@@ -148,11 +146,8 @@ def unpack_int8(
 
 @triton.jit
 def to_float(codes, zero, BITS: tl.constexpr, dtype: tl.constexpr):
-    """codes - zero in `dtype`, exact; `zero` is of that dtype.
-
-    Codes of less than 8 bits become the low bits of the significand of a power of two, without a conversion, of which a
-    GPU makes 16 where it makes 128 additions.
-    """
+    """codes - zero in `dtype`, exact; `zero` is of that dtype. Codes of less than 8 bits become the low bits of the
+    significand of a power of two, without a conversion, of which a GPU makes 16 where it makes 128 additions."""
     if BITS == 8:
         w = codes.to(dtype) - zero
     elif dtype == tl.bfloat16:

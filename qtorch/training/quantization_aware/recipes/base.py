@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ....calibration.statistics import Statistics
+from ....model import targets, weight_kinds
 from ....model.install import PreparedModule
-from ....model.targets import Target
-from ....model.weight_kinds import WeightKind
 from ....primitives import QuantSpec
 from ....recipes.base import Recipe, WeightRecipe
 from ..layers import LAYERS, FakeQuantizedLayer, Layers, Prepared, layer_for
@@ -25,12 +24,12 @@ class LayerRecipe(Recipe):
     layers: ClassVar[Layers]
     hint: ClassVar[str] = ""
 
-    def declines(self, kind: WeightKind) -> str | None:
+    def declines(self, kind: weight_kinds.WeightKind) -> str | None:
         if kind.is_layer and not kind.is_transposed:
             return None
         return f"no weight of a layer of torch, and {self.name} exchanges the class of layers"
 
-    def check_target(self, target: Target[Any]) -> None:
+    def check_target(self, target: targets.Target[Any]) -> None:
         for slot in target.slots:
             if not isinstance(slot.module, PreparedModule):
                 layer_for(slot.module, self.layers, self.hint)
@@ -38,7 +37,7 @@ class LayerRecipe(Recipe):
                 raise ValueError(f"is the {slot.attribute} of a layer, not its weight")
         super().check_target(target)
 
-    def install(self, target: Target[Any], made: Any) -> None:
+    def install(self, target: targets.Target[Any], made: Any) -> None:
         for module in target.modules:
             layer_for(module, self.layers).prepare(module, made.added)
 
@@ -79,10 +78,10 @@ class ModuleRecipe(LayerRecipe, WeightRecipe):
         """A new one; None: fake-quantized from the first step to the last."""
         return Schedule(self.start_step, self.freeze_step) if self.start_step or self.freezes else None
 
-    def has_made(self, target: Target[Any]) -> bool:
+    def has_made(self, target: targets.Target[Any]) -> bool:
         return all(isinstance(m, FakeQuantizedLayer) and m.recipe == self for m in target.modules)
 
-    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Prepared:
+    def make(self, target: targets.Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Prepared:
         spec, module = self.linear_spec(), target.modules[0]
         layer = LAYERS[type(module)]
         matrix = layer.to_matrix(module, weight)

@@ -20,9 +20,8 @@ from ....dtypes.dispatch import without_autocast
 from ....model.install import keep_attributes
 from ....model.targets import Target
 from ....recipes.base import Recipe, WeightRecipe, check_has_values, register_recipe
-from ..fake_quantize import fake_quantized_linear
-from ..layers import TrainedLayer, table_of
-from ..qat_spec import QATSpec
+from .. import fake_quantize, layers
+from ..qat_weight import QATSpec
 from .base import LayerRecipe, check_inference_recipe
 
 
@@ -99,7 +98,7 @@ class LoRAQAT(LayerRecipe):
         LoRALinear.prepare(module, dict(zip(LoRALinear.added, values, strict=True)))
 
 
-class LoRALinear(TrainedLayer, nn.Linear):
+class LoRALinear(layers.TrainedLayer, nn.Linear):
     """`nn.Linear` with adapters; see the top of the file."""
 
     added = ("lora_a", "lora_b", "lora_scale", "qat_spec")
@@ -115,7 +114,7 @@ class LoRALinear(TrainedLayer, nn.Linear):
             return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.lora_scale)
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return fake_quantized_linear(input, self.merged(), bias, self.qat_spec)
+        return fake_quantize.fake_quantized_linear(input, self.merged(), bias, self.qat_spec)
 
     def check_convert(self) -> None:
         self.qat_spec.recipe.check(self.merged().detach())
@@ -125,4 +124,4 @@ class LoRALinear(TrainedLayer, nn.Linear):
         return self.qat_spec.recipe.apply(self.merged())
 
 
-LoRAQAT.layers = table_of(LoRALinear)
+LoRAQAT.layers = layers.table_of(LoRALinear)

@@ -17,20 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ....dtypes import PackedLayout
-from ....primitives import (
-    Granularity,
-    LinearSpec,
-    MappingType,
-    MSERule,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    ScaleRule,
-    qdtype,
-)
+from ....primitives import Granularity, LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, qdtype
+from ....primitives.scale_rules import MSERule, ScaleRule
 from ....recipes.base import Recipe, WeightRecipe, register_recipe
-from ..learned import LearnedClip, LearnedStep
-from ..quantizers import Dynamic, Quantizer
+from .. import learned, quantizers
 from .base import ModuleRecipe, check_inference_recipe
 
 LEAST_SQUARES = MSERule(steps=9, smallest=0.2)
@@ -118,15 +108,9 @@ class LSQ(ModuleRecipe):
         return LinearSpec(weight, self._activation(self.activation_bits), static=True, layout=layout)
 
     def _activation(self, bits: int) -> QuantSpec:
-        high = 2 ** (bits - 1) - 1
-        return QuantSpec(
-            qdtype("int8"),
-            PerTensor(),
-            MappingType.ASYMMETRIC,
-            scale_rule=self.activation_init,
-            quant_min=-high - 1,
-            quant_max=high,
-        )
+        half, rule = 2 ** (bits - 1), self.activation_init
+        kind, mapping = qdtype("int8"), MappingType.ASYMMETRIC
+        return QuantSpec(kind, PerTensor(), mapping, scale_rule=rule, quant_min=-half, quant_max=half - 1)
 
     def placed(self, index: int, count: int) -> Recipe:
         if self.edge_bits is None or 0 < index < count - 1:
@@ -134,29 +118,24 @@ class LSQ(ModuleRecipe):
         bits = None if self.activation_bits is None else self.edge_bits
         return replace(self, weight_bits=self.edge_bits, activation_bits=bits, edge_bits=None)
 
-    def weight_quantizer(self, spec: QuantSpec, weight: Tensor) -> Quantizer:
+    def weight_quantizer(self, spec: QuantSpec, weight: Tensor) -> quantizers.Quantizer:
         if self.weights == "chosen":
             return super().weight_quantizer(spec, weight)
         shape, dtype = spec.scale_shape(weight.shape), spec.stored_scale_dtype(weight.dtype)
         count = weight.numel() // max(torch.Size(shape).numel(), 1)
         if self.weights == "clip":
-            return LearnedClip(spec, shape, self.freezes, scale_dtype=dtype, count=count)
-        quantizer = LearnedStep(
+            return learned.LearnedClip(spec, shape, self.freezes, scale_dtype=dtype, count=count)
+        quantizer = learned.LearnedStep(
             spec, shape, self.freezes, offset=spec.has_zero_point, scale_dtype=dtype, count=count
         ).to(weight.device)
         quantizer.start(*spec.choose_qparams(weight))
         return quantizer
 
-    def input_quantizer(self, spec: QuantSpec, static: bool) -> Quantizer:
+    def input_quantizer(self, spec: QuantSpec, static: bool) -> quantizers.Quantizer:
         if not static:
-            return Dynamic(spec, (1, 1))
-        quantizer = LearnedStep(
-            spec,
-            (1, 1),
-            self.freezes,
-            offset=self.activation_offset and spec.has_zero_point,
-            through_rounding=self.activations == "step",
-        )
+            return quantizers.Dynamic(spec, (1, 1))
+        offset, steps = self.activation_offset and spec.has_zero_point, self.activations == "step"
+        quantizer = learned.LearnedStep(spec, (1, 1), self.freezes, offset=offset, through_rounding=steps)
         scale = None if self.recipe is None else self.recipe.act_scale(torch.device("cpu"))
         if scale is not None:
             quantizer.start(scale)
@@ -198,7 +177,7 @@ def clip_penalty(model: nn.Module) -> Tensor:
     Raises:
         ValueError: no layer of the model clips its input at a learned value.
     """
-    clips = [m for m in model.modules() if isinstance(m, LearnedStep) and not m.through_rounding]
+    clips = [m for m in model.modules() if isinstance(m, learned.LearnedStep) and not m.through_rounding]
     if not clips:
         raise ValueError("clip_penalty: no layer of the model is prepared by pact()")
     return torch.stack([clip.largest().square().sum() for clip in clips]).sum()

@@ -18,13 +18,10 @@ from torch import Tensor
 
 from ....calibration.observers import Observer, observer_of
 from ....calibration.statistics import Statistics
-from ....model.targets import Target
-from ....model.weight_kinds import WeightKind
+from ....model import targets, weight_kinds
 from ....primitives import HQQRule, LinearSpec, QuantSpec
 from ....recipes.base import Recipe, WeightRecipe, register_recipe
-from ..qat_spec import QATSpec
-from ..qat_weight import FakeQuantizedWeight
-from ..quantizers import Dynamic, Fixed, ObservedRange, Quantizer
+from .. import qat_weight, quantizers
 from ..schedule import QuantizationSchedule
 from .base import ModuleRecipe, check_inference_recipe
 from .lora_qat import LoRAQAT
@@ -77,14 +74,14 @@ class ScheduledQAT(ModuleRecipe):
     def linear_spec(self) -> LinearSpec:
         return self.recipe.linear_spec()
 
-    def input_quantizer(self, spec: QuantSpec, static: bool) -> Quantizer:
+    def input_quantizer(self, spec: QuantSpec, static: bool) -> quantizers.Quantizer:
         if not static:
-            return Dynamic(spec, (1, 1))
+            return quantizers.Dynamic(spec, (1, 1))
         if self.observer is None:
             scale = self.recipe.act_scale(torch.device("cpu"))
             assert scale is not None
-            return Fixed(spec, scale)
-        return ObservedRange(spec, (1, 1), self.freezes, observer_of(self.observer, self.name))
+            return quantizers.Fixed(spec, scale)
+        return quantizers.ObservedRange(spec, (1, 1), self.freezes, observer_of(self.observer, self.name))
 
 
 @register_recipe("qat")
@@ -181,7 +178,7 @@ class QAT(Recipe):
         if self.observer is None and self.schedule is None:
             self.recipe.check_complete()
 
-    def declines(self, kind: WeightKind) -> str | None:
+    def declines(self, kind: weight_kinds.WeightKind) -> str | None:
         placed = self.placed(0, 1)
         return None if placed is self else placed.declines(kind)
 
@@ -189,14 +186,14 @@ class QAT(Recipe):
         (self.recipe.check_form if weight.is_meta else self.recipe.check)(weight)
 
     def apply(self, weight: Tensor) -> Tensor:
-        return FakeQuantizedWeight.of(weight, QATSpec(self.recipe, self.compute_dtype))
+        return qat_weight.FakeQuantizedWeight.of(weight, qat_weight.QATSpec(self.recipe, self.compute_dtype))
 
-    def has_made(self, target: Target[Any]) -> bool:
+    def has_made(self, target: targets.Target[Any]) -> bool:
         weight = target.parameter
-        wanted = QATSpec(self.recipe, self.compute_dtype)
-        return isinstance(weight, FakeQuantizedWeight) and weight.qat_spec.of_whole() == wanted
+        wanted = qat_weight.QATSpec(self.recipe, self.compute_dtype)
+        return isinstance(weight, qat_weight.FakeQuantizedWeight) and weight.qat_spec.of_whole() == wanted
 
-    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Tensor:
+    def make(self, target: targets.Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Tensor:
         if target.kind.is_transposed:
             return super().make(target, weight)
         return self.apply(weight)  # that of a convolution keeps its shape
