@@ -139,10 +139,8 @@ def combined_report(reports: Sequence[CalibrationReport]) -> CalibrationReport:
 
 
 class StaticActivation(NamedTuple):
-    """The fixed scale of a static activation, (1, 1), as an observer chooses it or as the recipe gives it.
-
-    `range` is (low, high) of the reals that the codes stand for, from so many rows; None if the scale was given.
-    """
+    """The fixed scale of a static activation, (1, 1), as an observer chooses it or as the recipe gives it; `range` is
+    (low, high) of the reals that the codes stand for, seen in so many rows, None if the scale was given."""
 
     spec: QuantSpec
     scale: Tensor

@@ -16,14 +16,7 @@ from .statistics import Statistic, Statistics
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Batches of inputs of a model, and how to call it with one.
-
-    Attributes:
-        batches: a mapping is passed as keyword arguments, a tuple or list as arguments, others as the only argument.
-        forward: called as ``forward(model, batch)`` instead of the model.
-        mask: batch -> (sequences, tokens), true or 1 for tokens that count; by default the ``attention_mask`` of a
-            mapping.
-    """
+    """Batches of inputs of a model, and how to call it with one; see `calibrated`."""
 
     batches: Iterable[Any]
     forward: Callable[[nn.Module, Any], Any] | None = None
@@ -91,11 +84,8 @@ def collect(
     wanted: Mapping[Tensor, Sequence[type[Statistic]]],
     transposed: Collection[int] = (),
 ) -> dict[Tensor, Statistics]:
-    """The statistics of the inputs of weights that are wanted of each parameter, over all batches; the model stays.
-
-    A layer that is shared or called in a loop gets the inputs of all calls. `transposed` has the ids of the parameters
-    that are stored as (K, N), with inputs of size K.
-    """
+    """The statistics of the inputs of weights that are wanted of each parameter, over all batches; the model stays. A
+    layer that is shared or called in a loop gets the inputs of all calls. `transposed`: see `UseRecorder`."""
     found: dict[Tensor, Statistics] = {p: {kind: kind() for kind in kinds} for p, kinds in wanted.items()}
 
     def seen(use: Use) -> None:

@@ -253,15 +253,11 @@ _SMALLEST = -100
 
 
 class Histogram(Range):
-    """Counts of the inputs in `BINS` equal bins of [-R, R), and their exact extremes.
+    """Counts of the inputs in `BINS` equal bins of [-R, R), R = 2^exponent, and their exact extremes.
 
     R is the power of two above the largest magnitude. When a larger one comes, R doubles and bins are joined in pairs:
     edges of the new bins are edges of the old ones. So counts depend on all rows together and not on their order, and
     `merge` gives those of one pass exactly.
-
-    Attributes:
-        counts: (BINS,) int64; None before the first row.
-        exponent: log2 of R.
     """
 
     def __init__(self) -> None:

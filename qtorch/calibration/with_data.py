@@ -106,10 +106,8 @@ def _decoded(weight: Tensor, row: Any) -> Calibrated:
 def transformed(
     model: nn.Module, targets: Sequence[Target[Recipe]], keep: bool
 ) -> Iterator[tuple[TransformReport, ...]]:
-    """Apply the transforms of the recipes of `targets`, once for the whole model; `targets` get the new parameters.
-
-    An exception restores all modules; without `keep` they are restored in any case.
-    """
+    """Apply the transforms of the recipes of `targets`, once for the whole model; `targets` get the new parameters. An
+    exception restores all modules; without `keep` they are restored in any case."""
     recipes = [target.recipe for target in targets if target.recipe is not None and target.recipe.transforms]
     if not recipes:
         yield ()

@@ -28,14 +28,9 @@ Parts = tuple[Tensor, dict[str, Tensor]]
 
 
 class StoredWeight(NamedTuple):
-    """A weight that is stored quantized.
-
-    Attributes:
-        tensors: the stored names that it is made of.
-        scheme: of the tensor that `read` leads to.
-        read: the codes, unpacked, and the other tensors; raises `ValueError` if they are damaged or cannot be
-            represented exactly.
-    """
+    """A weight that is stored quantized: the stored names that it is made of, its scheme, and what reads the codes,
+    unpacked, and the other tensors. Reading raises `ValueError` if they are damaged or cannot be represented
+    exactly."""
 
     tensors: tuple[str, ...]
     scheme: Scheme
@@ -170,16 +165,9 @@ class FloatFolder(FolderSource):
 
 
 class Seen(NamedTuple):
-    """What formats are recognized by.
-
-    Attributes:
-        is_folder: the path is a folder, not a file.
-        is_own: the file is one of `save_quantized`.
-        method: `quant_method` of config.json; "" if the weights are quantized without one, None if they are not.
-        names: names of the stored tensors.
-        metadata: of the files.
-        files: names of the JSON files of the folder.
-    """
+    """What formats are recognized by: the `quant_method` of config.json ("" if the weights are quantized without one,
+    None if they are not), the names of the stored tensors, the metadata of the files, and the names of JSON files. The
+    path is a folder or a file, and the file may be one of `save_quantized` (`is_own`)."""
 
     is_folder: bool
     is_own: bool

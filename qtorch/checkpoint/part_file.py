@@ -54,11 +54,8 @@ def write_journal(path: Path, data: Any) -> int:
 
 
 def read_journal(path: Path) -> Any:
-    """The data of `write_journal`, None if there is no such file. It may be anybody's: a checksum is no signature.
-
-    Raises:
-        Damaged: it is no journal, or does not match its checksum.
-    """
+    """The data of `write_journal`, None if there is no such file. It may be anybody's, since a checksum is no
+    signature: what is no journal, or does not match its checksum, is `Damaged`."""
     try:
         content = read_json(path, _MOST_BYTES, _MOST_VALUES)
     except FileNotFoundError:
@@ -91,11 +88,9 @@ def clear_folder(path: Path, keep: str) -> None:
 
 
 def lock(path: Path, what: Path) -> int:
-    """An open file that only one process can have; closing it, or the end of the process, releases it.
-
-    It is made if there is none; what is not a regular file is removed. If another process has it, `BlockingIOError`
-    says so of `what`.
-    """
+    """An open file that only one process can have; closing it, or the end of the process, releases it. It is made if
+    there is none; what is not a regular file is removed. If another process has it, `BlockingIOError` says so of
+    `what`."""
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         path.unlink()
     number = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -150,16 +145,9 @@ class Written(NamedTuple):
 
 
 class PartFile:
-    """A file under construction.
-
-    Args:
-        path: name that the file gets by `finish`; until then its data are in ``<path>.part`` and ``<path>.odd``.
-        room: bytes for the header.
-        written: the tensors that the parts hold already; what follows them is cut off.
-
-    Raises:
-        Damaged: the parts are shorter.
-    """
+    """A file under construction, with `room` for the header. Until `finish` gives it its name, its data are in
+    ``<path>.part`` and ``<path>.odd``; what follows the tensors that are `written` already is cut off, and shorter
+    parts are `Damaged`."""
 
     def __init__(self, path: Path, room: int, written: list[Written] | None = None) -> None:
         self.path = path

@@ -128,11 +128,8 @@ def _problem_of(value: Any) -> str | None:
 
 
 def check_converted(model: nn.Module, keeps_state: bool) -> None:
-    """Raise `ValueError` where a layer is in training.
-
-    Args:
-        keeps_state: unless training has given it tensors of its own: the file has these, and fits no other layer.
-    """
+    """Raise `ValueError` where a layer is in training; where the file `keeps_state`, unless training has given it
+    tensors of its own: the file has these, and fits no other layer."""
     for name, module in model.named_modules():
         if not isinstance(module, PreparedModule) or (keeps_state and module.state_dict().keys() - {"weight", "bias"}):
             continue

@@ -112,11 +112,8 @@ def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Sourc
 
 
 class CanonicalSource(Source):
-    """A `Source` that stores quantized tensors in canonical form, with an entry of `to_canonical` for each.
-
-    Attributes:
-        entries: by name of the quantized tensor; all stored names that they give exist.
-    """
+    """A `Source` that stores quantized tensors in canonical form, with an entry of `to_canonical` for each, by name;
+    all stored names that entries give exist."""
 
     entries: Mapping[str, Entry]
 

@@ -104,16 +104,8 @@ def data_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """An open file with a validated header: no tensor reaches beyond the data or overlaps another.
-
-    Attributes:
-        metadata: the metadata of the header.
-        stored: the tensors, by name.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is truncated or in another format.
-    """
+    """An open file with a validated header: metadata, and tensors of which none reaches beyond the data or overlaps
+    another. A file that is truncated or in another format is a `ValueError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -65,11 +65,8 @@ def _recipe(name: str) -> Callable[..., Any]:
 
 
 def read_config(path: Path) -> dict[str, Recipe | None]:
-    """A mapping from names to recipes, from a JSON file.
-
-    A value is null, a recipe as text, or an object: ``{"recipe": "int4_weight_only", "group_size": 32}``, or JSON data
-    of `to_json`.
-    """
+    """A mapping from names to recipes, from a JSON file: null, a recipe as text, ``{"recipe": "int4_weight_only",
+    "group_size": 32}``, or JSON data of `to_json`."""
     try:
         data = read_json(path)
     except (FileNotFoundError, ValueError) as error:

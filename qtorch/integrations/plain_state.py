@@ -18,11 +18,9 @@ def plain_state(
     entries: dict[str, Entry],
     parts_of: Callable[[str, QuantizedTensor], tuple[dict[str, Tensor], Entry]] = stored,
 ) -> dict[str, Tensor]:
-    """The plain tensors that stand for a state dict; `entries` gets those of the quantized ones.
-
-    A weight in training that holds floats is stored as floats. Parts that lie in the memory of an earlier one, as those
-    of weights that were one, are copied: packages refuse to write them, or leave them out.
-    """
+    """The plain tensors that stand for a state dict; `entries` gets those of the quantized ones. A weight in training
+    that holds floats is stored as floats. Parts that lie in the memory of an earlier one, as those of weights that were
+    one, are copied: packages refuse to write them, or leave them out."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in state.items():

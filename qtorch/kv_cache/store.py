@@ -220,16 +220,12 @@ def say_once(what: str) -> None:
 
 
 class StoredKV:
-    """The keys (`index` 0) or values (1) of a store, as they travel through a layer to its attention function.
+    """The keys (`index` 0) or values (1) of a store, as they travel through a layer to its attention function; `fresh`
+    ones are the first of the cache, in floating point, and `tokens` is how many of the latest it stands for.
 
     The layers of transformers hand what `Cache.update` gives them to the attention function, and most look at no more
     than its shape on the way. So codes can travel in this small object, which is no tensor. If a model does use it as a
     tensor, it becomes one: the dequantized keys or values.
-
-    Attributes:
-        store: has the codes.
-        fresh: keys and values in floating point, if they are the first of the cache.
-        tokens: how many of the latest tokens it stands for.
     """
 
     def __init__(self, store: KVStore, index: int, fresh: tuple[Tensor, Tensor] | None, tokens: int) -> None:

@@ -61,10 +61,8 @@ def attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: query (B, Hq, M, D) to (B, M, Hq, D).
-
-    Keys and values are tensors (B, H, T, D), or those of a quantized cache.
-    """
+    """An attention function of transformers, query (B, Hq, M, D) to (B, M, Hq, D), on tensors or those of a quantized
+    cache."""
     rows = query.shape[2]
     if isinstance(key, StoredKV) and isinstance(value, StoredKV):
         if key.fresh is not None:

@@ -89,11 +89,9 @@ def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
 
 
 def _refuse_reparametrization(module: nn.Module, name: str, parameter: QuantizedTensor) -> None:
-    """Raise `ValueError` if a reparametrization makes `parameter` the source from which a weight is computed.
-
-    The computed weight would be a plain tensor, and the layer would run in full precision. The weight of the module is
-    unchanged, or restored.
-    """
+    """Raise `ValueError` if a reparametrization makes `parameter` the source from which a weight is computed: that
+    would be a plain tensor, and the layer would run in full precision. The weight of the module is unchanged, or
+    restored."""
     own, _, suffix = name.rpartition("_")
     parameters: dict[str, Any] = module._parameters
     if isinstance(module, parametrize.ParametrizationList):

@@ -39,13 +39,8 @@ Reach = str | Collection[str] | Mapping[str, Any]
 
 @dataclass
 class Slot(Generic[R]):
-    """A place that holds a weight, with its recipe or the reason why it has none.
-
-    Attributes:
-        refused: whether the mapping says None for it.
-        kind: what it is to its module.
-        excluded: why `targets` does not include it, so that it has to be asked for by name; empty if it does.
-    """
+    """A place that holds a weight of a kind, with its recipe or the `reason` why it has none: the mapping says None for
+    it (`refused`), or `targets` does not include it, so that it has to be asked for by name (`excluded` says why)."""
 
     module: nn.Module
     module_name: str
@@ -109,19 +104,9 @@ class Target(Generic[R]):
 def find_targets(
     model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn: Filter | None, targets: Reach = "linear"
 ) -> list[Target[R]]:
-    """All weights of two or more dimensions, each with its recipe or the reason why it has none.
-
-    Args:
-        recipe: one recipe, for all weights that `targets` includes or for the types of weights and modules that it
-            `selects`; or an ordered mapping; see `quantize_`.
-        filter_fn: (module, fully-qualified name) -> bool, called for each weight that `targets` includes, and for
-            embeddings and convolutions.
-        targets: see `quantize_`.
-
-    Raises:
-        ValueError: an entry of the mapping matches nothing or is never used, a tied weight has several recipes, or
-            `targets` is unknown.
-    """
+    """All weights of two or more dimensions, each with its recipe or the reason why it has none; see `quantize_`. One
+    recipe is for all weights that `targets` includes, or for the types of weights and modules that it `selects`.
+    `filter_fn` is called for each weight that `targets` includes, and for embeddings and convolutions."""
     slots: list[Slot[R]] = _slots(model)
     exclude: Any = _exclude_by_use if isinstance(targets, Mapping) else _exclude_by_kind
     exclude(slots, targets)

@@ -38,13 +38,8 @@ ExpertStatistics = Mapping[int, "Statistics"]
 
 
 class Calibrated(NamedTuple):
-    """A weight made by `Recipe.make_in_order`.
-
-    Attributes:
-        weight: the quantized weight.
-        report: how it was made.
-        learnable: what `Recipe.learner` needs to change it, or None.
-    """
+    """A weight made by `Recipe.make_in_order`, the report on it, and what `Recipe.learner` needs to change it, or
+    None."""
 
     weight: Tensor
     report: CalibrationReport

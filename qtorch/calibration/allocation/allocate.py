@@ -104,12 +104,6 @@ class Frontier:
     cost and decreasing value, each with its true cost, so a result never exceeds the limit. Where there are more than
     `states` of them, costs are divided into that many equal intervals and the best of each interval is kept; otherwise
     the result is exact. What remains in the end is the best value for every limit: the curve of size and quality.
-
-    Args:
-        costs: of the options of each item, integers.
-        values: of the options of each item, the less the better.
-        limit: totals above it are left out; None for all.
-        states: number of totals that are kept after each item.
     """
 
     def __init__(

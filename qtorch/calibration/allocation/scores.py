@@ -81,9 +81,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, output: Any, mask: Tensor | None, logits: bool = False) -> Rows:
         """The rows of a model's output: of its `logits` if there are any, else of its first tensor in floating point.
-
-        `mask` says which tokens count if it has the first axes of the output; `logits` takes any output for logits.
-        """
+        `mask` says which tokens count if it has the first axes of the output; `logits` takes any output for logits."""
         logits_of = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         named = isinstance(logits_of, Tensor) and logits_of.is_floating_point()
         values = logits_of if named else _first_tensor(output)

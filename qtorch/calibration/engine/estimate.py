@@ -66,10 +66,8 @@ def estimate(
 
 
 def _sample(run: InOrder[Any], units: Sequence[Unit], blocks: Sequence[nn.Module]) -> tuple[float, float]:
-    """Seconds of rounding for an operation, and of the statistics of a batch for an element.
-
-    They are those of the weight with most operations in the first unit.
-    """
+    """Seconds of rounding for an operation, and of the statistics of a batch for an element, of the largest weight of
+    the first unit."""
     unit = next((unit for unit in units if unit.block is not None and unit.stages), units[0] if units else None)
     if unit is None:
         return 0.0, 0.0

@@ -47,11 +47,9 @@ class StageInputs:
 
 @dataclass(eq=False)
 class BlockRun:
-    """A block with quantized weights, run on the inputs that it has in the model as quantized so far.
-
-    `output` gives that of a batch in the float model, `masks` the tokens that count, and `names` those of the weights
-    that can be replaced in the block.
-    """
+    """A block with quantized weights, run on the inputs that it has in the model as quantized so far. `output` gives
+    that of a batch in the float model, `masks` the tokens that count, `names` those of the weights that can be replaced
+    in the block."""
 
     block: nn.Module
     calls: Sequence[Call]
@@ -99,14 +97,8 @@ def of_weight(made: Mapping[str, M], name: str, weight: Tensor) -> M:
 class InOrder(Generic[M]):
     """One pass over the weights of a model; a context manager, after which the model has its float weights again.
 
-    Args:
-        targets: the weights, with recipes that say which `statistics` they take, and which `learner`.
-        progress: what an earlier pass has done already, and where this one keeps what it does.
-        weights: where the float weights are, by default in memory. If they are streamed, what is made of the weights of
-            blocks is with `progress` only.
-
-    Attributes:
-        made: float parameter -> what was installed in its place; the tensor comes first.
+    What is `made` of each float parameter, a tuple whose first item is the tensor, and the outputs of blocks are kept
+    with `progress`. Streamed `weights` of blocks that are done are with `progress` only.
     """
 
     def __init__(

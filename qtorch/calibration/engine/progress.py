@@ -60,22 +60,11 @@ class Progress(Generic[M]):
 
 
 class Resumable(Progress[M]):
-    """Progress in a folder; a context manager that holds its lock.
+    """Progress in a folder, which is made if there is none; a context manager that holds its lock.
 
-    Args:
-        folder: made if there is none; its parent exists.
-        fingerprint: part (weights, data, ...) -> text that differs if that part does.
-        encode: what was made -> (the weight, JSON data).
-        decode: the inverse.
-        anew: begin anew, instead of an error, if the folder holds the progress of something else.
-
-    Attributes:
-        complete: all units are done.
-
-    Raises:
-        FileNotFoundError: there is no folder for `folder`.
-        BlockingIOError: another process uses the folder.
-        ValueError: the folder holds the progress of something else.
+    `fingerprint` has for each part (weights, data, ...) a text that differs if that part does. `encode` makes of what
+    was made (the weight, JSON data), and `decode` is the inverse. A folder that holds the progress of something else is
+    an error, or with `anew` begun anew. `complete` says that all units are done.
     """
 
     def __init__(

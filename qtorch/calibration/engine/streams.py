@@ -33,11 +33,8 @@ _ROOM = 1 << 16
 
 
 class OutputStore:
-    """The outputs of blocks, of each batch, in memory.
-
-    An output is any structure of tensors that `torch.utils._pytree` knows. Its tensors are kept contiguous, so that
-    products with them give the same bits wherever they were kept.
-    """
+    """The outputs of blocks, of each batch, in memory: structures of tensors that `torch.utils._pytree` knows. Tensors
+    are kept contiguous, so that products with them give the same bits wherever they were kept."""
 
     in_memory = True
 
@@ -197,10 +194,8 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 class Stream:
-    """One of the two models as it runs block by block on `count` batches.
-
-    It keeps the outputs of the block before and of the blocks `keep`, which later parts of the model need, in `store`.
-    """
+    """One of the two models as it runs block by block on `count` batches. It keeps the outputs of the block before and
+    of the blocks `keep`, which later parts of the model need, in `store`."""
 
     def __init__(
         self,

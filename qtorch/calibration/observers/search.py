@@ -22,15 +22,8 @@ ROUNDS = 2
 
 @dataclass(frozen=True, repr=False)
 class RangeSearch(Observer):
-    """Base class of observers that try `steps` factors from 1 to `smallest`.
-
-    Args:
-        steps: number of factors, 2 or more.
-        smallest: the last of them, above 0 and below 1.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
+    """Base class of observers that try `steps` factors, 2 or more, from 1 to `smallest`, which is above 0 and below
+    1."""
 
     statistic: ClassVar[type[Statistic]] = Histogram
 

@@ -29,16 +29,9 @@ from ...primitives.spec import Scheme
 
 @dataclass
 class Grid:
-    """The values that a weight (N, K) can take under `spec`, and its codes.
-
-    Attributes:
-        spec: of the weight.
-        dtype: logical dtype of the weight.
-        stored: the tensors of the scale, as they are stored (see `primitives.double_quant`).
-        other: zero points (one per block), tables, or None.
-        codes: (N, K), in the storage dtype of the spec.
-        mask: (N, K) bool, which elements may differ from zero; None: all.
-    """
+    """The values that a weight (N, K) of a logical dtype can take under `spec`, and its codes. `stored` has the tensors
+    of the scale as they are stored (see `primitives.double_quant`), `other` zero points, one per block, or tables;
+    where `mask` (N, K) is false, elements are zero."""
 
     spec: QuantSpec | CodebookSpec
     dtype: torch.dtype
@@ -56,10 +49,8 @@ class Grid:
         importance: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Grid:
-        """The grid that `spec` chooses for `weight` (N, K), with the nearest codes; groups have scales of `dtype`.
-
-        `importance` (K,) is for tables that are fitted by k-means.
-        """
+        """The grid that `spec` chooses for `weight` (N, K), with the nearest codes; groups have scales of `dtype`, and
+        tables that are fitted by k-means weight columns by `importance` (K,)."""
         weight = (weight if mask is None else torch.where(mask, weight, 0)).to(dtype)
         other: Tensor | None
         if isinstance(spec, CodebookSpec):
@@ -212,9 +203,7 @@ def damped(moment: Tensor, damping: float, order: Tensor | None = None) -> Tenso
 
 def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, float]:
     """(the lower Cholesky factor of the damped H, the damping used), with more damping where the factorization fails.
-
-    The factor takes the place of the damped H, so that one matrix (K, K) is in memory beside H.
-    """
+    The factor takes the place of the damped H, so that one matrix (K, K) is in memory beside H."""
     if not bool(torch.isfinite(torch.stack(moment.aminmax())).all()):
         raise ValueError("the second moment of the inputs is not finite: the calibration data gives NaN or infinities")
     for _ in range(RETRIES):
@@ -229,8 +218,6 @@ def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple
 
 def saliency(weight: Tensor, moment: Tensor) -> Tensor:
     """w^2 / (H^-1)_jj, (N, K): how much the error grows if an element becomes zero and all others make up for it.
-
-    Source: Optimal Brain Surgeon; SparseGPT, arXiv 2301.00774, section 3.
-    """
+    Source: Optimal Brain Surgeon; SparseGPT, arXiv 2301.00774, section 3."""
     lower, _ = factor(moment, PRUNING_DAMPING)
     return weight.float().square() / torch.cholesky_inverse(lower, out=lower).diagonal()

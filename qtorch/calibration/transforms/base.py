@@ -45,10 +45,8 @@ def run_transforms(
     recipes: Mapping[str, WeightRecipe],
     strict: bool = False,
 ) -> tuple[TransformReport, ...]:
-    """Apply transforms one after the other; parameters of the model are replaced.
-
-    If `strict`, a model that cannot be exported and a change of weights that turned out to be wrong are errors.
-    """
+    """Apply transforms one after the other; parameters of the model are replaced. If `strict`, a model that cannot be
+    exported and a change of weights that turned out to be wrong are errors."""
     work = Work(model, data, recipes)
     reports: list[TransformReport] = []
     for transform in transforms:

@@ -20,15 +20,9 @@ from .rules import rule_of
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Scales t_1 .. t_n that may be multiplied into some parameters and out of others.
-
-    Attributes:
-        name: of the parameter whose channels are multiplied.
-        scales: n.
-        free: (n,) bool; the others have to be 1.
-        labels: name of a parameter -> by which scale each element is multiplied (see `labels`).
-        shifts: name of a parameter -> c where the model multiplies by (c + parameter).
-    """
+    """Scales t_1 .. t_n that may be multiplied into some parameters and out of others; those that are not `free` have
+    to be 1. `labels` say by which scale each element of a parameter is multiplied; the channels of `name` are. `shifts`
+    has c where the model multiplies by (c + parameter)."""
 
     name: str
     scales: int

@@ -36,15 +36,11 @@ class _Call(nn.Module):
 
 
 class ModelGraph:
-    """The operations of a model between its parameters, inputs and outputs, as `torch.export` finds them.
+    """The operations of a model between its parameters, inputs and outputs, as `torch.export` finds them, in the order
+    in which they run. `parameters` has the name of each placeholder of a parameter, tied ones one name, and `uses` is
+    the inverse.
 
     The export runs the model on tensors without data, so that it needs no memory, whatever the size of the model.
-
-    Attributes:
-        nodes: in the order in which they run.
-        order: the index of each node.
-        parameters: placeholder -> name of the parameter; tied parameters have one name.
-        uses: name of a parameter -> its placeholders.
     """
 
     def __init__(self, model: nn.Module, data: Data, batch: Any) -> None:
@@ -135,13 +131,8 @@ Rule = Callable[["Propagation", fx.Node], Labels]
 
 
 class Propagation:
-    """Scales of the channels of one parameter.
-
-    Attributes:
-        scaled: name of a parameter -> its labels.
-        shifts: name of a parameter -> c where the model multiplies by (c + parameter).
-        blocked: scale -> why it has to be 1.
-    """
+    """Scales of the channels of one parameter: the labels of all parameters that they scale, by name (`scaled`), c
+    where the model multiplies by (c + parameter) (`shifts`), and why scales have to be 1 (`blocked`)."""
 
     def __init__(self, graph: ModelGraph, rule: Callable[[fx.Node], Rule], name: str, labels: Tensor) -> None:
         self.graph = graph

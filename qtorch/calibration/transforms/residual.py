@@ -23,10 +23,8 @@ class CannotRotate(Exception):
 
 
 class ResidualStream:
-    """The residual stream, of `size` channels, that starts at the first embedding.
-
-    `axes` are those along which each parameter is rotated; `norms` are the weights of norms, which have to be 1.
-    """
+    """The residual stream, of `size` channels, that starts at the first embedding: the `axes` along which each
+    parameter is rotated, and the weights of `norms`, which have to be 1."""
 
     def __init__(self, graph: ModelGraph) -> None:
         """Raises `CannotRotate`."""

@@ -22,16 +22,11 @@ from .work import Work, find_wrong
 
 @dataclass(eq=False)
 class Consumer:
-    """A matrix that a fold divides, with its inputs.
+    """A matrix (N, K) that a fold divides, or (K, N) where it is `transposed`, with its inputs without any scale.
+    `channels` (K,) has the scale of each input channel, from 1; 0 for none.
 
     The error of scales t is that of the output with the weight rounded to nearest and the input as the recipe says,
     |Q(x t) Q(W / t)^T - x W^T|^2 / |x W^T|^2. A search never ends at scales that are worse than 1 by this measure.
-
-    Attributes:
-        weight: (N, K), or (K, N) where it is `transposed`.
-        channels: (K,), the scale of each input channel, from 1; 0 for none.
-        inputs: of the matrix, without any scale.
-        recipe: by which the matrix will be quantized.
     """
 
     weight: Tensor

@@ -44,10 +44,8 @@ def _widened(value: Any) -> Any:
 
 @torch.no_grad()
 def outputs(model: nn.Module, data: Data, batch: Any) -> list[Tensor]:
-    """All floating-point outputs of a model for a batch, computed in fp32 (fp64 in a model in fp64).
-
-    Whatever the dtype of the model: each operation takes fp32 copies of its inputs.
-    """
+    """All floating-point outputs of a model for a batch, computed in fp32 whatever its dtype (fp64 in a model in
+    fp64)."""
     with eval_mode(model), _InFloat32():
         return tensors_of(data.call(model, batch))
 
@@ -111,10 +109,8 @@ class Work:
 
     @cached_property
     def folds(self) -> tuple[list[Fold], list[Fold]]:
-        """The folds of weights that will be quantized, which leave the outputs as they are, and those that do not.
-
-        They are tried with random powers of two as scales, which round nothing.
-        """
+        """The folds of weights that will be quantized, which leave the outputs as they are, and those that do not. They
+        are tried with random powers of two as scales, which round nothing."""
         folds = [fold for fold in self.all_folds[0] if not fold.consumers.keys().isdisjoint(self.recipes)]
         chunks: list[list[Fold]] = [[]]
         size = 0

@@ -52,15 +52,9 @@ _WORD = 32
 
 @dataclass(frozen=True)
 class Packing:
-    """How codes are stored.
-
-    Attributes:
-        minus_one: zero points are stored as z - 1.
-        planar: codes are packed in planes.
-        bits: widths of codes.
-        borrows: z - 1 was computed on whole words, so that a zero point of 0 borrows from its neighbour (GPTQModel).
-        along_outputs: codes are packed as those of AWQ.
-    """
+    """How codes of some widths are stored: in planes; along the outputs, as those of AWQ; with zero points z - 1
+    (`minus_one`), which may have been computed on whole words, so that a zero point of 0 borrows from its neighbour
+    (GPTQModel)."""
 
     minus_one: bool = False
     planar: bool = False

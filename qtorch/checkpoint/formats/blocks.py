@@ -44,11 +44,8 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, size: int, block: int, *, flattened: bool = False, smallest: int = SMALLEST_PART) -> Cut:
-        """The largest parts that divide the block and the axis.
-
-        Args:
-            flattened: blocks run over the flattened tensor, so that one may hold elements of several rows.
-        """
+        """The largest parts that divide the block and the axis; blocks of the `flattened` tensor may hold elements of
+        several rows."""
         part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):
             raise ValueError(
@@ -118,10 +115,8 @@ def group_sizes(config: Mapping[str, Any]) -> list[int]:
 
 
 def block_of_groups(length: int, count: int, sizes: Sequence[int]) -> int:
-    """The number of elements of a group, in rows of `length` that have `count` groups; the last one may be shorter.
-
-    It is the one of `sizes`, which the configuration names, that gives this number of groups.
-    """
+    """The number of elements of a group, in rows of `length` that have `count` groups; the last one may be shorter. It
+    is the one of `sizes`, which the configuration names, that gives this number of groups."""
     if count == 1:
         return length
     if not sizes and length % count == 0:

@@ -150,14 +150,9 @@ def assign(
     reach: Reach = "linear",
     on_misfit: OnMisfit = "error",
 ) -> dict[str, Target[Recipe]]:
-    """The target of each weight of two or more axes that is not quantized, by its name.
-
-    Args:
-        recipe, reach, on_misfit: see `quantize_checkpoint`.
-        source: for the largest magnitudes of weights in NVFP4, if engines join them.
-        config: contents of config.json.
-        format: in which the weights will be stored: recipes are completed as engines need it.
-    """
+    """The target of each weight of two or more axes that is not quantized, by its name. Recipes are completed as
+    engines that read `format` need it, by the largest magnitudes of weights in NVFP4 in `source` if engines join them;
+    `config` is that of config.json."""
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))
     targets: list[Target[Recipe]] = find_targets(model, recipe, None, reach)
@@ -235,9 +230,7 @@ def _check(recipe: Recipe, target: Target[Recipe]) -> None:
 
 def meta_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
     """The model of ``config.json``, of the class and, by default, the dtype that it names, in evaluation mode.
-
-    Parameters have no memory; buffers, which files lack, have values.
-    """
+    Parameters have no memory; buffers, which files lack, have values."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: no {CONFIG}, from which transformers could build the model; give model=")
     try:

@@ -30,14 +30,9 @@ from .partial import identity_of
 
 
 class CalibratedWeights:
-    """The weights of a checkpoint that are calibrated; they are made when the first one is asked for.
-
-    They are kept in ``.<name of dst>.calibration`` until `remove`, where a process that was killed is continued.
-
-    Args:
-        targets: by stored name; those whose recipes calibrate in the order of the model, all with the same data.
-        model: with parameters on the meta device; by default that of transformers.
-    """
+    """The weights of a checkpoint that are calibrated, all with the same data; they are made when the first one is
+    asked for. They are kept in ``.<name of dst>.calibration`` until `remove`, where a process that was killed is
+    continued."""
 
     def __init__(
         self, source: Source, targets: Mapping[str, Target[Recipe]], dst: Path, model: nn.Module | None

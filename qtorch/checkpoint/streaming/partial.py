@@ -47,17 +47,10 @@ _FILES, _LOCK = "files", "lock"
 
 
 class Partial:
-    """The unfinished checkpoint of `target`; a context manager that holds the lock.
+    """The unfinished checkpoint of the file or folder `target`; a context manager that holds the lock.
 
-    Args:
-        target: file or folder that the checkpoint becomes.
-        arguments: JSON data. A folder that was begun with others is started anew, and so is one that is damaged.
-        names: of all parameters, in the order in which they are stored.
-        limit: size of a file in bytes.
-
-    Attributes:
-        counts: number of tensors that each of the parameters that are stored has become.
-        rows: the reports that the caller has passed to `add`.
+    A folder that was begun with other `arguments`, which are JSON data, is started anew, and so is one that is damaged.
+    Of the parameters, in the order of `names`, those that are stored have become so many tensors (`counts`).
     """
 
     def __init__(self, target: Path, arguments: Any, form: Form, names: Sequence[str], limit: int) -> None:
@@ -182,10 +175,8 @@ def folder_of(target: Path) -> Path:
 
 
 def take_left_over(target: Path, arguments: Any, names: Sequence[str]) -> list[LayerReport] | None:
-    """Remove the folder of a process that died after `target` was complete: the reports in its journal.
-
-    None if there is no such folder, or it is of something else.
-    """
+    """Remove the folder of a process that died after `target` was complete: the reports in its journal. None if there
+    is no such folder, or it is of something else."""
     try:
         journal = read_journal(folder_of(target) / JOURNAL)
         if journal is None or not _is_of(journal, arguments):

@@ -140,12 +140,8 @@ def onnx_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 class Weights:
-    """The codes of weights in a graph, found by the names of their initializers.
-
-    Args:
-        graph: an `onnx_ir.Graph`, changed in place.
-        codes: types of the codes, by the names of the initializers.
-    """
+    """The codes of weights in an `onnx_ir.Graph`, which is changed in place; `codes` has their types by the names of
+    the initializers."""
 
     def __init__(self, graph: Any, codes: Mapping[str, QDType]) -> None:
         import onnx_ir

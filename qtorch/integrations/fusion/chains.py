@@ -26,14 +26,9 @@ Shapes = Mapping[fx.Node, tuple[int, ...]]
 
 
 class Numerics(NamedTuple):
-    """How an input is quantized.
-
-    Attributes:
-        scale, zero: static ones; a scale of 0 is chosen for each image.
-        quantizer: see `cpu_conv`.
-        shift: from codes to bytes without a sign.
-        groups: whose channels are padded one by one; 1 for convolutions that need none of that.
-    """
+    """How an input is quantized: a static scale and zero point, or a scale of 0 where one is chosen for each image; see
+    `cpu_conv` for the quantizer. `shift` leads from codes to bytes without a sign, and the channels of each of `groups`
+    are padded one by one (1: none are)."""
 
     scale: float
     zero: int
@@ -49,16 +44,9 @@ class Numerics(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """The nodes from a convolution to the last that is computed with it.
-
-    Attributes:
-        nodes: in order; the value of the last is that of the chain.
-        name: of the module of the convolution.
-        source: the input, quantized by `numerics`.
-        other: what is added, or None.
-        low, high: of the clamp.
-        steps: for the report.
-    """
+    """The nodes from a convolution, a module of this name, to the last that is computed with it, whose value is that of
+    the chain: its input, quantized by `numerics`, what is added, the bounds of the clamp, and the steps for the
+    report."""
 
     nodes: tuple[fx.Node, ...]
     name: str

@@ -56,16 +56,8 @@ class FusionReport:
 
 
 class Plan:
-    """The steps of a graph.
-
-    Attributes:
-        placeholders: nodes of the inputs.
-        output: the arguments of the output.
-        names: of the convolutions that run on codes.
-        steps: in order.
-        last_reads: by step, the values whose reals nothing reads after it.
-        fused, skipped: see `FusionReport`.
-    """
+    """The steps of a graph in order, and for each the values whose reals nothing reads after it; nodes of the inputs,
+    the arguments of the output, and the names of the convolutions that run on codes."""
 
     def __init__(self, graph: fx.Graph, modules: Mapping[str, Any], shapes: Shapes) -> None:
         chains, skipped = find_chains(graph, modules, shapes)

@@ -127,13 +127,9 @@ READS_NO_WEIGHT = (True, False, "gaussian", "eva", "orthogonal")
 
 
 class OnQuantized:
-    """Mixin of a PEFT layer whose base has quantized weights.
-
-    Attributes:
-        peft_class: PEFT's class of the layer.
-        kept: the parameters of the base before the first merge, by name; empty while nothing is merged.
-        on_floats: whether the base weight is in float for a while, and PEFT's own merge and unmerge are to run.
-    """
+    """Mixin of a PEFT layer, of the class `peft_class`, whose base has quantized weights. The parameters of the base
+    before the first merge are `kept` by name while anything is merged. While the base weight is in float for a while
+    (`on_floats`), PEFT's own merge and unmerge run."""
 
     peft_class: ClassVar[type]
     kept: dict[str, Tensor]

@@ -203,11 +203,8 @@ def _set_factors(layer: Any, adapter: str, error: Tensor, root: Tensor | None) -
 
 
 def _decompose(error: Tensor, rank: int, root: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(left, right), (..., M, R) and (..., R, N), whose product is the best of that rank; zeros beyond min(M, N).
-
-    Args:
-        root: L (N, N), lower triangular, if the product is to be the best for inputs with E[x x^T] = L L^T.
-    """
+    """(left, right), (..., M, R) and (..., R, N), whose product is the best of that rank, for inputs with E[x x^T] = L
+    L^T if the lower triangular `root` L is given; zeros beyond min(M, N)."""
     if root is not None:
         root = root.to(error.device)
     u, s, v = torch.linalg.svd(error if root is None else error @ root, full_matrices=False)

@@ -23,26 +23,18 @@ from .versions import apply_renamings
 
 
 class Origin(NamedTuple):
-    """What a parameter of a model is made of.
-
-    Attributes:
-        converter: of the model, which fuses or splits what is stored; None for a weight that is stored as it is.
-        names: source pattern of the converter -> stored names, in the order in which the converter takes them.
-    """
+    """What a parameter of a model is made of: by a converter of the model, which fuses or splits what is stored, of
+    stored names by its source pattern, in the order in which it takes them; or, without one, of a weight as it is
+    stored."""
 
     converter: WeightConverter | None
     names: dict[str, list[str]]
 
 
 def origins(stored: Iterable[str], others: Iterable[str], conversions: list[Any], model: Any) -> dict[str, Origin]:
-    """Name of a parameter in the model -> what it is made of, as transformers renames and fuses it while loading.
-
-    A converter that makes several parameters of one is under the name of the first one.
-
-    Args:
-        stored: names of the quantized tensors of the files.
-        others: names of the other ones.
-    """
+    """Name of a parameter in the model -> what it is made of, as transformers renames and fuses it while loading, of
+    the quantized tensors `stored`. A converter that makes several parameters of one is under the name of the first
+    one."""
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
@@ -135,10 +127,8 @@ class Deserialize(ConversionOps):
 
 
 class StoredNames(WeightConverter):
-    """Collects the stored parts of each parameter. It looks names up, where others match patterns.
-
-    It takes a key if and only if it is a part, or the marker, of a quantized parameter; all others pass it.
-    """
+    """Collects the stored parts of each parameter. It looks names up, where others match patterns: it takes a key if
+    and only if it is a part, or the marker, of a quantized parameter; all others pass it."""
 
     __slots__ = ("owners",)
 

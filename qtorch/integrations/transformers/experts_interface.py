@@ -30,12 +30,8 @@ DEFAULT = "grouped_mm"
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward (T, H) -> (T, H) of a module of experts that is decorated with `use_experts_implementation`.
-
-    Args:
-        top_k_index, top_k_weights: (T, R): the experts of each token, and their weights. An index that names no expert
-            adds nothing.
-    """
+    """The forward (T, H) -> (T, H) of a module of experts that is decorated with `use_experts_implementation`, with the
+    experts of each token and their weights, (T, R). An index that names no expert adds nothing."""
     has_gate = of_experts(self, "has_gate")
     up = self.gate_up_proj if has_gate else self.up_proj
     if not (isinstance(up, QuantizedTensor) and isinstance(self.down_proj, QuantizedTensor)):

@@ -23,14 +23,10 @@ from .quantization_config import QtorchConfig
 
 
 class Plan:
-    """The weights of a model on the meta device with their recipes, as `quantize_` would assign them.
-
-    Attributes:
-        targets: the weights to quantize while they are loaded, by every name that they have.
-        trained: those that are loaded in floating point, since they are to be trained: recipe by name.
-        calibrated: those that are loaded in floating point, since their recipes run the model on data.
-        batches: the data of `QtorchConfig(calibration=...)`, which is filled in when the model is loaded.
-    """
+    """The weights of a model on the meta device with their recipes, as `quantize_` would assign them: `targets`, by
+    every name that they have, are quantized while they are loaded; those that are to be `trained`, or `calibrated` on
+    data, are loaded in floating point. `batches` of `QtorchConfig(calibration=...)` are filled in when the model is
+    loaded."""
 
     def __init__(self, model: Any, config: QtorchConfig) -> None:
         known = list(config.recipe.values()) if isinstance(config.recipe, dict) else [config.recipe]

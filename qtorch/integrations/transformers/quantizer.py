@@ -35,11 +35,8 @@ from .versions import ignore_unexpected
 
 
 def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(plain tensors by stored name, metadata).
-
-    Of tied weights one is stored, the one whose name transformers does not derive from another; so is the state that
-    their layers share.
-    """
+    """(plain tensors by stored name, metadata). Of tied weights one is stored, the one whose name transformers does not
+    derive from another; so is the state that their layers share."""
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     index = Index()
@@ -74,9 +71,7 @@ def still_trained(model: nn.Module, recipes: dict[str, Recipe]) -> dict[str, Rec
 
 def read_stored(model: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Hook before `load_state_dict`: join the stored parts of quantized weights, as `Trainer` reads them from a file.
-
-    Each weight takes the scheme of the model, which must be quantized as the saved one was.
-    """
+    Each weight takes the scheme of the model, which must be quantized as the saved one was."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = prefix + name
         if not isinstance(parameter, QuantizedTensor) or isinstance(parameter, MasterWeight):
@@ -247,10 +242,8 @@ def model_changed(model: nn.Module, recipes: Mapping[str, Recipe]) -> None:
 
 
 def attach(model: Any, recipes: Mapping[str, Recipe]) -> None:
-    """Give the model a quantizer, or update or remove the one that it has, by what its weights are now.
-
-    A quantizer of another package is left alone.
-    """
+    """Give the model a quantizer, or update or remove the one that it has, by what its weights are now; a quantizer of
+    another package is left alone."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not isinstance(quantizer, QtorchHfQuantizer):
         return

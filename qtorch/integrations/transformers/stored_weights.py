@@ -26,14 +26,8 @@ MARKER = "marker"
 
 
 class StoredWeights:
-    """What the headers of the files say.
-
-    Attributes:
-        index: the entries of all files.
-        owners: key in a file -> (name of the parameter, part).
-        parts: every part that one of them has.
-        others: keys in the files that are not parts of quantized parameters -> the file.
-    """
+    """What the headers of the files say: the entries of all files (`index`), (name of the parameter, part) by key in a
+    file (`owners`), every part that one of them has, and the files of all other keys (`others`)."""
 
     def __init__(self, files: Sequence[str], config: QtorchConfig, dtype: torch.dtype) -> None:
         self.index = Index()

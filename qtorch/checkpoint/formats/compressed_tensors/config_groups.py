@@ -25,14 +25,10 @@ _MAX_PATTERN = 2000
 
 @dataclass
 class Config:
-    """How the layers of a checkpoint are quantized.
-
-    Attributes:
-        groups: (targets, group) pairs in the order of the file. A target is the name of a module, a regular expression
-            after ``re:``, which matches from the beginning of the name, or the name of a class of modules.
-        version: of the package that wrote the file, None if it is not known.
-        notes: what is left out, for people.
-    """
+    """How the layers of a checkpoint are quantized: groups with their targets in the order of the file, the version of
+    the package that wrote it, if it is known, and notes on what is left out. A target is the name of a module, a
+    regular expression after ``re:``, which matches from the beginning of the name, or the name of a class of
+    modules."""
 
     groups: list[tuple[list[str], Group]] = field(default_factory=list)
     version: tuple[int, ...] | None = None

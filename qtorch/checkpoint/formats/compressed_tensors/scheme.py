@@ -50,18 +50,11 @@ _IGNORED = ("observer", "observer_kwargs", "zp_dtype", "actorder")
 
 @dataclass(frozen=True)
 class Args:
-    """How a tensor is quantized.
-
-    Args:
-        num_bits: of a code.
-        type: ``"int"`` or ``"float"``.
-        symmetric: there is no zero point.
-        strategy: which elements share a scale: ``"tensor"``, ``"channel"`` (a row of the weight), ``"group"`` (of
-            `group_size` columns), ``"block"`` (of `block_structure`), ``"token"`` (a row of the input) or
-            ``"tensor_group"``, groups whose scales are quantized too, with one scale for the tensor.
-        dynamic: the scale is computed on each call; ``"local"``, only that of the groups.
-        scale_dtype: dtype in which scales are stored, None for floating point of 16 or 32 bits.
-    """
+    """How a tensor is quantized, in the fields of the package. `strategy` says which elements share a scale:
+    ``"tensor"``, ``"channel"`` (a row of the weight), ``"group"`` (of `group_size` columns), ``"block"`` (of
+    `block_structure`), ``"token"`` (a row of the input) or ``"tensor_group"``, groups whose scales are quantized too,
+    with one scale for the tensor. A `dynamic` scale is computed on each call; ``"local"``, only that of the groups.
+    `scale_dtype` None is floating point of 16 or 32 bits."""
 
     num_bits: int
     type: str

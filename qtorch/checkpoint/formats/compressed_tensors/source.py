@@ -28,13 +28,8 @@ _NAN_E8M0 = 255
 
 
 class StoredModule:
-    """The tensors of one module in a folder, which are described in `write`; only their headers are read until `read`.
-
-    Args:
-        prefix: of the names of its tensors.
-        args: how its weight is quantized.
-        dense: the packing of codes whose shape allows both; see `packing.unpack_either`.
-    """
+    """The tensors of one module in a folder, called `prefix` and a name that `write` describes; only their headers are
+    read until `read`. `dense` is the packing of codes whose shape allows both; see `packing.unpack_either`."""
 
     def __init__(self, folder: HFFolder, prefix: str, mmap: bool, args: Args, dense: bool | None) -> None:
         self.folder, self.prefix, self.mmap, self.args, self.dense = folder, prefix, mmap, args, dense

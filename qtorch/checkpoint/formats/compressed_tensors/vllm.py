@@ -20,16 +20,9 @@ _SM90 = 90
 
 
 class Decision(NamedTuple):
-    """An entry of a table.
-
-    Attributes:
-        scheme: name of the class.
-        weights: pattern of the weight.
-        inputs: patterns of which the input has to match one; None matches inputs in floating point.
-        formats: of the group; empty for all.
-        checks_bits: the constructor refuses some numbers of bits.
-        needs_hopper: vLLM asks for the GPU, and not for the type of the input.
-    """
+    """An entry of a table: the class of a scheme, which takes groups in some formats (empty for all) whose weights
+    match a pattern and whose inputs match one of several (None: inputs in floating point). Its constructor may refuse
+    some numbers of bits; where it `needs_hopper`, vLLM asks for the GPU, and not for the type of the input."""
 
     scheme: str
     weights: Pattern
@@ -170,11 +163,8 @@ SCALES_IN_THE_DTYPE_OF_THE_MODEL = frozenset(
 
 
 def decide(group: Group, table: tuple[Decision, ...] = LINEAR, capability: int | None = None) -> str:
-    """The scheme that vLLM takes for the layers of a group.
-
-    Args:
-        capability: of the GPU, if the choice for one is asked for; 90 is Hopper.
-    """
+    """The scheme that vLLM takes for the layers of a group; on a GPU of this capability, if it is given (90 is
+    Hopper)."""
     weights = group.weights
     decision = next((decision for decision in table if decision.matches(group, capability)), None)
     if decision is None or weights is None:

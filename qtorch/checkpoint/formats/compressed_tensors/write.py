@@ -217,10 +217,8 @@ def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tenso
 
 
 def serve(module: str, tensor: QuantizedTensor) -> tuple[Group, str]:
-    """The group of a quantized matrix, in the first format that vLLM has a scheme for, and the name of the scheme.
-
-    The name of the module tells experts and embeddings from linear layers.
-    """
+    """The group of a quantized matrix, in the first format that vLLM has a scheme for, and the name of the scheme; the
+    name of the module tells experts and embeddings from linear layers."""
     table = EMBEDDING if module.rpartition(".")[2] in _EMBEDDINGS else LINEAR
     if _EXPERT.fullmatch(module):
         table = EXPERTS

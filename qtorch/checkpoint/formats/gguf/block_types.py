@@ -170,14 +170,8 @@ IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89
 
 
 class BlockType(NamedTuple):
-    """A type of GGUF.
-
-    Attributes:
-        name: as in llama.cpp.
-        size, nbytes: elements and bytes of a block.
-        spec: of its tensors; None for plain numbers, which have a `dtype`, and for what cannot be kept.
-        decode: from bytes (blocks, nbytes), uint8.
-    """
+    """A type of GGUF: elements and bytes of a block, and the spec of its tensors with what decodes bytes (blocks,
+    nbytes), uint8. Plain numbers have a `dtype` in place of a spec, and what cannot be kept has neither."""
 
     name: str
     size: int

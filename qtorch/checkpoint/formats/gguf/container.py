@@ -62,13 +62,8 @@ class Info(NamedTuple):
 
 
 class GgufFile:
-    """An open GGUF file with a parsed header. Whether the data of a tensor is in the file is checked when it is read.
-
-    Attributes:
-        metadata: numbers, strings and short arrays of numbers, by key.
-        tensors: by name.
-        size: of the file in bytes.
-    """
+    """An open GGUF file of `size` bytes with a parsed header: tensors, and numbers, strings and short arrays of numbers
+    as metadata. Whether the data of a tensor is in the file is checked when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

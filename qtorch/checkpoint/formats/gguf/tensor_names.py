@@ -59,10 +59,8 @@ _DERIVED = re.compile(r"(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.we
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names within a layer, of llama.cpp -> of transformers, without ".weight" and ".bias"; and what was done to them.
-
-    The rows of q and k may be permuted, and `norm_offset` was added to the weights of norms.
-    """
+    """Names within a layer, of llama.cpp -> of transformers, without ".weight" and ".bias"; whether the rows of q and k
+    are permuted, and what was added to the weights of norms."""
 
     layer: Mapping[str, str]
     permutes: bool = False
@@ -83,14 +81,9 @@ ARCHITECTURES = {
 
 
 class Parameter(NamedTuple):
-    """A parameter of transformers, made from tensors of the file.
-
-    Attributes:
-        stored: names in the file; several are joined along their rows.
-        heads: in whose order the rows are permuted; 0: they are not.
-        subtract: what is subtracted from each element.
-        is_row: a vector in the file that is a matrix of one row.
-    """
+    """A parameter of transformers, made from stored tensors, which are joined along their rows. The rows may be
+    permuted in the order of `heads`, `subtract` was added to each element, and a matrix of one row may be a vector in
+    the file (`is_row`)."""
 
     stored: tuple[str, ...]
     heads: int = 0

@@ -58,12 +58,8 @@ def cast(tensor: QuantizedTensor, dtype: torch.dtype | None) -> QuantizedTensor:
 
 @dataclass
 class Index:
-    """What the metadata of the files say: a file has the entries of its own tensors, or of all.
-
-    Attributes:
-        quantized: name of a parameter -> its entry, as `stored` returns it.
-        aliases: further name of a tied parameter, which is not stored -> the name that is.
-    """
+    """What the metadata of the files say, of their own tensors or of all: the entries of quantized parameters, as
+    `stored` returns them; and further names of tied parameters, which are not stored -> those that are."""
 
     quantized: dict[str, Entry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -121,10 +117,8 @@ to rename (and whose experts it has to fuse) while it loads them."""
 
 
 def quantization_config(recipe: Any = None, names: Names = "model", **more: Any) -> dict[str, Any]:
-    """The JSON data of `quantization_config` in config.json, with `more` keys.
-
-    The recipe, or the mapping of names to recipes, is for people who read the file: loading does not need it.
-    """
+    """The JSON data of `quantization_config` in config.json, with `more` keys. The recipe, or the mapping of names to
+    recipes, is for people who read the file: loading does not need it."""
     return {"quant_method": QUANT_METHOD, "version": VERSION, "recipe": recipe_json(recipe), "names": names, **more}
 
 

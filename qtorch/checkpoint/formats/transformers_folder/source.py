@@ -24,10 +24,8 @@ from .names import METADATA, Index, Names, is_marker, is_ours, quantization_conf
 
 @register_source
 class TransformersFolder(CanonicalSource):
-    """A folder of `save_pretrained`, or of accelerate's `save_model`, or one file of it that holds a whole model.
-
-    There are no checksums to verify.
-    """
+    """A folder of `save_pretrained`, or of accelerate's `save_model`, or one file of it that holds a whole model. There
+    are no checksums to verify."""
 
     format = "transformers folder of qtorch"
 
@@ -91,12 +89,8 @@ class TransformersFolder(CanonicalSource):
 
 @register_save_format
 class TransformersFormat(SaveFormat):
-    """A folder that `from_pretrained` loads, after `import qtorch.integrations.transformers`.
-
-    Attributes:
-        recipe: for `quantization_config`.
-        names: whose names the tensors have.
-    """
+    """A folder that `from_pretrained` loads, after `import qtorch.integrations.transformers`; the recipe is for
+    people."""
 
     name = "transformers"
 
