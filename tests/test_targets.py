@@ -124,7 +124,7 @@ MATCHES_NO = "matches no linear layer, embedding, convolution or parameter of tw
         ),
         (
             {r"blocks\..*": INT8, r"blocks\.0\.q_proj": INT4},
-            r"'blocks\\.0\\.q_proj': all that it matches is taken by entries before it; the first entry that matches ",
+            r"'blocks\\.0\\.q_proj': taken by entries before it; the first entry that matches ",
         ),
         ({"*.q_proj": INT8}, "'*.q_proj' is neither a name nor a regular expression: nothing to repeat at position 0"),
     ],

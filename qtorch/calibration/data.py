@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .captures import Use, UseRecorder
 from .statistics import Statistic, Statistics
@@ -45,6 +46,14 @@ class Data:
         return batches
 
 
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors in the output of a model or a block that are in floating point."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(output):
+        leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """In eval mode and without the caches of generation; afterwards each module has its own mode again."""
@@ -79,10 +88,7 @@ def run_batches(model: nn.Module, data: Data, after_each: Callable[[], None] | N
 
 
 def collect(
-    model: nn.Module,
-    data: Data,
-    wanted: Mapping[Tensor, Sequence[type[Statistic]]],
-    transposed: Collection[int] = (),
+    model: nn.Module, data: Data, wanted: Mapping[Tensor, Sequence[type[Statistic]]], transposed: Collection[int] = ()
 ) -> dict[Tensor, Statistics]:
     """The statistics of the inputs of weights that are wanted of each parameter, over all batches; the model stays. A
     layer that is shared or called in a loop gets the inputs of all calls. `transposed`: see `UseRecorder`."""

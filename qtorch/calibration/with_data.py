@@ -17,7 +17,7 @@ from ..model.targets import Target
 from ..primitives.jsonable import construct
 from ..recipes.base import Calibrated, Recipe
 from .data import Data, collect
-from .engine import InOrder, Progress, Resumable, estimate, fingerprint
+from .engine import InOrder, Progress, Resumable, estimate, fingerprint, fingerprint_of_data, fingerprint_of_weights
 from .statistics import Statistic, Statistics
 
 
@@ -51,7 +51,7 @@ def made_in_order(
     if resume is None:
         return _quantized(model, chosen, data, Progress())
     data = replace(data, batches=data.checked())
-    with progress_in(Path(resume), chosen, data, fingerprint.of_weights(model)) as progress:
+    with progress_in(Path(resume), chosen, data, fingerprint_of_weights(model)) as progress:
         return progress.run(lambda: _quantized(model, chosen, data, progress))
 
 
@@ -92,7 +92,7 @@ def progress_in(
 ) -> Resumable[Calibrated]:
     """The progress of a calibration that is kept in `folder`; `anew` begins anew if that is of something else."""
     recipes = {target.slot.name: str(target.recipe) for target in targets}
-    parts = {"weights": weights, "data": fingerprint.of_data(data), "recipe": fingerprint.of_json(recipes)}
+    parts = {"weights": weights, "data": fingerprint_of_data(data), "recipe": fingerprint(recipes)}
     return Resumable(folder, parts, lambda made: (made.weight, asdict(made.report)), _decoded, anew=anew)
 
 

@@ -22,7 +22,18 @@ from typing import Any, BinaryIO, NamedTuple
 from torch import Tensor
 
 from ..primitives.files import read_json
-from .tensor_file import ALIGNMENT, DTYPES, METADATA, NAMES, TensorFile, check_name, checksum, data_of, nbytes_of
+from .tensor_file import (
+    ALIGNMENT,
+    DTYPES,
+    LENGTH_BYTES,
+    METADATA,
+    NAMES,
+    TensorFile,
+    check_name,
+    checksum,
+    data_of,
+    nbytes_of,
+)
 
 JOURNAL = "journal.json"
 
@@ -106,7 +117,6 @@ def lock(path: Path, what: Path) -> int:
     return number
 
 
-_LENGTH_BYTES = 8
 _LARGEST_ROOM = 1 << 26
 
 
@@ -152,7 +162,7 @@ class PartFile:
     def __init__(self, path: Path, room: int, written: list[Written] | None = None) -> None:
         self.path = path
         room = min(room, _LARGEST_ROOM)
-        self.room = room + -(_LENGTH_BYTES + room) % ALIGNMENT
+        self.room = room + -(LENGTH_BYTES + room) % ALIGNMENT
         self.written = written or []
         self.part, self.odd = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.odd")
         self.sizes = [self.begin, 0]
@@ -171,7 +181,7 @@ class PartFile:
     @property
     def begin(self) -> int:
         """Where the data begin."""
-        return _LENGTH_BYTES + self.room
+        return LENGTH_BYTES + self.room
 
     @property
     def nbytes(self) -> int:
@@ -269,7 +279,7 @@ class PartFile:
             place = self.path.with_name(f"{self.path.name}.larger")
             place.unlink(missing_ok=True)
             self._files[0] = larger = _open(place)
-            _write_header(larger, text.ljust(len(text) + -(_LENGTH_BYTES + len(text)) % ALIGNMENT))
+            _write_header(larger, text.ljust(len(text) + -(LENGTH_BYTES + len(text)) % ALIGNMENT))
             part.flush()
             part.seek(self.begin)
             shutil.copyfileobj(part, larger, 1 << 20)
@@ -298,7 +308,7 @@ def _open(path: Path) -> BinaryIO:
 
 def _write_header(file: BinaryIO, text: bytes) -> None:
     file.seek(0)
-    file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+    file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
     file.write(text)
 
 

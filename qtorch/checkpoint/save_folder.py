@@ -23,8 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import QuantizedTensor
-from ..dtypes.serialize import LOGICAL_DTYPES
+from ..dtypes import QuantizedTensor, serialize
 from ..model.install import PreparedModule
 from ..primitives.files import read_json
 from .header import TOKEN
@@ -105,7 +104,6 @@ def save_format(name: str, config: Mapping[str, Any] | None = None) -> SaveForma
     return SAVE_FORMATS[name](config)
 
 
-# --------------------------------------------------------------------------------------------------
 # What every format asks of the tensors that it saves, and the writing of a file.
 
 
@@ -118,7 +116,7 @@ def _problem_of(value: Any) -> str | None:
     if value.is_meta:
         return "on the meta device"
     if isinstance(value, QuantizedTensor):
-        known = value.dtype in LOGICAL_DTYPES
+        known = value.dtype in serialize.LOGICAL_DTYPES
         return None if known else f"a {type(value).__name__} of {value.dtype}, and files are of floats; torch.save it"
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
         return f"a {type(value).__name__}, which has no canonical form"

@@ -1,6 +1,4 @@
-"""Misfits: what becomes of weights that the groups of their recipe do not divide; and which one of a tuple of recipes
-a weight gets, the first that fits.
-"""
+"""Misfits: what becomes of weights that groups do not divide; and which of a tuple of recipes a weight gets."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _exclude_by_kind(slots: list[Slot[R]], targets: object) -> None:
         if not isinstance(word, str) or (word != "all" and word not in KINDS):
             known = ", ".join(map(repr, ["all", *sorted(KINDS)]))
             raise ValueError(
-                f"quantize_: targets is one or some of {known}, or what find_uses(model, *inputs) returns; got {word!r}"
+                f"quantize_: targets is one or some of {known}, or what find_uses(...) returns; got {word!r}"
             )
         included |= KINDS if word == "all" else LINEAR_KINDS if word == "linear" else {word}
     for slot in slots:
@@ -183,7 +183,10 @@ def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -
         filtered = filter_fn is not None and slot.kind.name in ("embedding", "convolution")
         if slot.kind.obstacle:
             slot.reason = slot.kind.obstacle
-        elif selects and not _is_one_of(slot, selects):
+        elif selects and not (
+            isinstance(getattr(slot.parameter, "_local_tensor", slot.parameter), selects)
+            or (slot.attribute == "weight" and isinstance(slot.module, selects))
+        ):
             slot.reason = f"no {' or '.join(kind.__name__ for kind in selects)}"
         elif not selects and not filtered and (reason := _why_excluded(slot, recipe)):
             slot.reason = reason
@@ -191,12 +194,6 @@ def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -
             slot.reason = "filter_fn"
         else:
             slot.recipe = recipe
-
-
-def _is_one_of(slot: Slot[Any], types: tuple[type, ...]) -> bool:
-    """Whether the parameter, or the module whose weight it is, has one of these types."""
-    local = getattr(slot.parameter, "_local_tensor", slot.parameter)
-    return isinstance(local, types) or (slot.attribute == "weight" and isinstance(slot.module, types))
 
 
 def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filter_fn: Filter | None) -> None:
@@ -233,10 +230,7 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
             raise ValueError(_why_unmatched(key, slots))
     if unused:
         shadowed = ", ".join(repr(key) for key in recipes if key in unused)
-        raise ValueError(
-            f"quantize_: {shadowed}: all that it matches is taken by entries before it; the first entry that matches "
-            "wins"
-        )
+        raise ValueError(f"quantize_: {shadowed}: taken by entries before it; the first entry that matches wins")
 
 
 def is_asked_by_name(key: str, slot: Slot[Any]) -> bool:

@@ -19,12 +19,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from ...checkpoint.part_file import Damaged
 from ...model.targets import Target
 from ..captures import Key, Use, UseRecorder, without_padding
-from ..data import Data, eval_mode
+from ..data import Data, eval_mode, tensors_of
 from ..statistics import NoInputs, Statistic, Statistics
 from .float_weights import Weights
 from .progress import Progress
@@ -63,20 +63,14 @@ class BlockRun:
         # A block may write into its inputs.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch]))
         output = functional_call(self.block, named, args, kwargs)
-        found, wanted = _hidden_states(output), _hidden_states(self.output(batch))
+        found, wanted = (next(iter(tensors_of(of)), None) for of in (output, self.output(batch)))
+        if found is None or wanted is None:
+            raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")
         error = (found - wanted).float()
         mask = self.masks[batch]
         if mask is not None and tuple(error.shape[: mask.dim()]) == tuple(mask.shape):
             error, wanted = error[mask.to(error.device)], wanted[mask.to(error.device)]
         return error.square().sum() / wanted.float().square().sum()
-
-
-def _hidden_states(output: Any) -> Tensor:
-    """The first tensor of what a block returns."""
-    for value in tree_flatten(output)[0]:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")
 
 
 class BlockLearner(Protocol):

@@ -155,10 +155,7 @@ def _spec(text: str) -> Any:
 def _check_storable(value: Any) -> None:
     if isinstance(value, Tensor):
         if type(value) is not Tensor or value.layout is not torch.strided or value.dtype not in NAMES:
-            raise ValueError(
-                f"a block returns a {type(value).__name__} of {value.dtype}, which cannot be kept on disk; calibrate "
-                "without resume="
-            )
+            raise ValueError(f"a block returns {value.dtype}, which cannot be kept on disk; calibrate without resume=")
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise ValueError(
             f"a block returns a {type(value).__name__}, which cannot be kept on disk; calibrate without resume=, or "

@@ -39,10 +39,7 @@ class Unit:
 
 @torch.no_grad()
 def trace(
-    model: nn.Module,
-    run: Callable[[], Any],
-    weights: Sequence[Tensor],
-    transposed: Container[int] = (),
+    model: nn.Module, run: Callable[[], Any], weights: Sequence[Tensor], transposed: Container[int] = ()
 ) -> list[Unit]:
     """The units of a model in the order in which `run`, on one batch, runs them."""
     calls = _Calls(model)

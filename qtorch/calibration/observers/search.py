@@ -22,8 +22,7 @@ ROUNDS = 2
 
 @dataclass(frozen=True, repr=False)
 class RangeSearch(Observer):
-    """Base class of observers that try `steps` factors, 2 or more, from 1 to `smallest`, which is above 0 and below
-    1."""
+    """Base class of observers that try `steps` factors, 2 or more, from 1 to `smallest`, above 0 and below 1."""
 
     statistic: ClassVar[type[Statistic]] = Histogram
 
@@ -32,9 +31,7 @@ class RangeSearch(Observer):
 
     def __post_init__(self) -> None:
         if self.steps < 2 or not 0 < self.smallest < 1:
-            raise ValueError(
-                f"{self.name}: needs steps >= 2 and 0 < smallest < 1, got {self.steps} and {self.smallest}"
-            )
+            raise ValueError(f"{self.name}: needs steps >= 2 and 0 < smallest < 1, got {self.steps}, {self.smallest}")
 
 
 def best_range(low: Tensor, high: Tensor, spec: QuantSpec, steps: int, smallest: float, score: Score) -> MinMax:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import QuantizedTensor, quantized_type
-from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec
-from ...primitives.double_quant import dequantize_scale, quantize_scale
+from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec, double_quant
 from ...primitives.jsonable import jsonable
 from ...primitives.spec import Scheme
 
@@ -42,21 +41,16 @@ class Grid:
 
     @classmethod
     def of(
-        cls,
-        weight: Tensor,
-        spec: Any,
-        dtype: torch.dtype,
-        importance: Tensor | None = None,
-        mask: Tensor | None = None,
+        cls, weight: Tensor, spec: Any, dtype: torch.dtype, importance: Tensor | None = None, mask: Tensor | None = None
     ) -> Grid:
         """The grid that `spec` chooses for `weight` (N, K), with the nearest codes; groups have scales of `dtype`, and
         tables that are fitted by k-means weight columns by `importance` (K,)."""
         weight = (weight if mask is None else torch.where(mask, weight, 0)).to(dtype)
         other: Tensor | None
         if isinstance(spec, CodebookSpec):
-            stored = quantize_scale(spec.choose_scale(weight), spec.scale_spec)
+            stored = double_quant.quantize_scale(spec.choose_scale(weight), spec.scale_spec)
             weights = None if importance is None or spec.table is not None else importance.expand_as(weight)
-            other = spec.choose_table(weight, dequantize_scale(stored, spec.scale_spec), weights)
+            other = spec.choose_table(weight, double_quant.dequantize_scale(stored, spec.scale_spec), weights)
         else:
             stored, other = spec.choose_stored_qparams(weight)
         grid = cls(spec, dtype, stored, other, torch.empty(0, dtype=torch.float32, device="cpu"), mask)
@@ -71,7 +65,7 @@ class Grid:
     @property
     def scale(self) -> Tensor:
         """The scale in floating point, one element per block."""
-        return dequantize_scale(self.stored, self.spec.scale_spec)
+        return double_quant.dequantize_scale(self.stored, self.spec.scale_spec)
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -84,7 +78,7 @@ class Grid:
 
     def with_scale(self, scale: Tensor) -> Grid:
         """The same codes with another scale, rounded to the form in which scales are stored."""
-        stored = quantize_scale(scale.to(self.scale.dtype), self.spec.scale_spec)
+        stored = double_quant.quantize_scale(scale.to(self.scale.dtype), self.spec.scale_spec)
         return replace(self, stored=stored)
 
     @property

@@ -20,13 +20,11 @@ from torch import Tensor
 
 from ...model.report import TransformReport
 from ...primitives.jsonable import jsonable
-from .base import Transform
-from .folds import Fold
-from .parameters import computing_dtype
+from .folds import Fold, computing_dtype
 from .propagation import ModelGraph, Propagation, factors
 from .residual import CannotRotate, ResidualStream
 from .rules import MOVES_VALUES, rule_of
-from .work import Work
+from .work import Transform, Work
 
 
 def random_orthogonal(size: int, generator: torch.Generator) -> tuple[Tensor, str]:

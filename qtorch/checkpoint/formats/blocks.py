@@ -44,8 +44,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, size: int, block: int, *, flattened: bool = False, smallest: int = SMALLEST_PART) -> Cut:
-        """The largest parts that divide the block and the axis; blocks of the `flattened` tensor may hold elements of
-        several rows."""
+        """The largest parts that divide the block and the axis; `flattened` blocks may hold parts of several rows."""
         part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):
             raise ValueError(
@@ -128,7 +127,6 @@ def block_of_groups(length: int, count: int, sizes: Sequence[int]) -> int:
     return fitting.pop()
 
 
-# --------------------------------------------------------------------------------------------------
 # Codes of 1 to 8 bits in int32 words or bytes, as other packages pack them.
 #
 #     dense      code j in the bits j b to j b + b - 1 of the row, lowest bits first; codes may straddle words

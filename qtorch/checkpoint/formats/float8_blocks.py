@@ -55,7 +55,6 @@ def float8_weight(source: FolderSource, name: str, scale: str, block: Sequence[i
     return StoredWeight((name, scale), weight_only(spec, shape, folder.dtype or torch.bfloat16), read)
 
 
-# --------------------------------------------------------------------------------------------------
 # FP8 as DeepSeek-V3 stores it, and transformers' FineGrainedFP8Config: `quant_method` "fp8".
 #
 #     weight             e4m3 (O, I)

@@ -16,14 +16,11 @@ from ...model.misfit import OnMisfit, choose
 from ...model.targets import Reach, Target, find_targets
 from ...quantize_api import check_targets, place
 from ...recipes.base import Recipe, WeightRecipe
-from ..formats.compressed_tensors.config_groups import METHOD
-from ..formats.compressed_tensors.serving import NOT_QUANTIZED, adapted, is_nvfp4, tensor_scales
-from ..formats.transformers_folder.source import TransformersFormat
+from ..formats import compressed_tensors, transformers_folder
 from ..hf_folder import CONFIG
 from ..sources import Contents, Source
 from ..stacked_experts import is_fused, joined_in_models
 
-# --------------------------------------------------------------------------------------------------
 # A model without data that has the tensors of a checkpoint, so that recipes are assigned to it as to any model.
 #
 # Only names and shapes are known. Tensors called ``*.weight`` with two axes are the weights of `nn.Linear`, except
@@ -38,7 +35,7 @@ from ..stacked_experts import is_fused, joined_in_models
 TABLES = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "codebook"})
 """Last names of modules that hold a table, beside those with "embed" in them."""
 
-HEADS_AND_ROUTERS = frozenset({*NOT_QUANTIZED, "classifier"})
+HEADS_AND_ROUTERS = frozenset({*compressed_tensors.vllm.NOT_QUANTIZED, "classifier"})
 """Last names of linear layers that a single recipe leaves alone: heads, and the routers of mixtures of experts."""
 
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
@@ -165,10 +162,10 @@ def assign(
     if not chosen:
         raise ValueError("quantize_checkpoint: nothing to quantize: no linear layer in floating point")
     place(chosen)
-    if format == METHOD:
+    if format == compressed_tensors.config_groups.METHOD:
         _complete(chosen, source)
     check_targets("quantize_checkpoint", chosen, _check, "\nnothing is written")
-    if format == TransformersFormat.name:
+    if format == transformers_folder.TransformersFormat.name:
         _check_joined({target.slots[0].name: target.recipe for target in targets})
     return {target.slots[0].name: target for target in targets}
 
@@ -180,14 +177,14 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
         recipe, slot = target.recipe, target.slot
         assert recipe is not None
         absmax = torch.zeros(1, dtype=torch.float32, device="cpu")
-        if is_nvfp4(recipe):
+        if compressed_tensors.vllm.is_nvfp4(recipe):
             absmax = source.tensor(slot.name).abs().max().reshape(1)
         by_name[slot.label] = recipe, absmax
-    scales = tensor_scales(by_name)
+    scales = compressed_tensors.vllm.tensor_scales(by_name)
     for target in chosen:
         slot = target.slot
         assert slot.recipe is not None
-        slot.recipe = adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
+        slot.recipe = compressed_tensors.vllm.adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
 
 
 def _check_joined(recipes: Mapping[str, Recipe | None]) -> None:

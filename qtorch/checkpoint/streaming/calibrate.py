@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...calibration.data import Data
-from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, of_weight
-from ...calibration.engine.float_weights import Streamed
+from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, float_weights, of_weight
 from ...calibration.with_data import progress_in, shared_data
 from ...dtypes.joining import cut
 from ...model.report import CalibrationEstimate, CalibrationReport
@@ -71,7 +70,7 @@ class CalibratedWeights:
         model, source = self._model()
         self._in_model(source, model)
         self.data = replace(self.data, batches=self.data.checked())
-        identity = fingerprint.of_json([source.format, identity_of(self.source.path)])
+        identity = fingerprint([source.format, identity_of(self.source.path)])
         return progress_in(self.folder, list(self.targets.values()), self.data, identity, anew=True)
 
     def _made(self, progress: Resumable[Calibrated], name: str) -> tuple[Tensor, CalibrationReport]:
@@ -120,13 +119,11 @@ class CalibratedWeights:
         for name in found.keys() & fused.keys():
             missing = [part for parts in fused[name] for part in parts if part not in self.targets]
             if missing:
-                raise ValueError(
-                    f"quantize_checkpoint: {missing[0]} is one of the experts in {name}, and has no recipe"
-                )
+                raise ValueError(f"quantize_checkpoint: {missing[0]} is one of the experts in {name} and has no recipe")
         return found
 
     @contextmanager
-    def _streamed(self) -> Iterator[tuple[nn.Module, list[Target[Recipe]], Data, Streamed]]:
+    def _streamed(self) -> Iterator[tuple[nn.Module, list[Target[Recipe]], Data, float_weights.Streamed]]:
         """The model, its parameters that are calibrated, the data, and the weights, read when a block runs."""
         model, source = self._model()
         recipes = self._in_model(source, model)
@@ -139,7 +136,7 @@ class CalibratedWeights:
             tensor = source.tensor(source.aliases.get(name, name))
             return tensor.dequantize() if hasattr(tensor, "scheme") else tensor
 
-        with Streamed(model, read, stored) as weights:
+        with float_weights.Streamed(model, read, stored) as weights:
             places: dict[int, list[tuple[nn.Module, str]]] = {}
             for _, (module, attribute, tensor) in places_of(model):
                 places.setdefault(id(tensor), []).append((module, attribute))

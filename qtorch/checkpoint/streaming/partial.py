@@ -22,19 +22,10 @@ from torch import Tensor
 
 from ...model.report import CalibrationReport, LayerReport
 from ...primitives.jsonable import construct
+from .. import part_file
 from ..folder_source import FloatFolder, look
 from ..hf_folder import CONFIG, SUFFIX, read_object
-from ..part_file import (
-    JOURNAL,
-    Damaged,
-    PartFile,
-    clear_folder,
-    lock,
-    own_folder,
-    read_journal,
-    say_anew,
-    write_journal,
-)
+from ..part_file import JOURNAL, Damaged, PartFile, read_journal
 from ..sources import SOURCES, QtorchSource, Source, open_source
 from .forms import Form, file_name
 
@@ -61,8 +52,8 @@ class Partial:
         self.files: list[PartFile] = []
         self._stored: set[str] = set()
         self._since_journal = self._journal_size = 0
-        own_folder(self.folder)
-        self._lock = lock(self.folder / _LOCK, target)
+        part_file.own_folder(self.folder)
+        self._lock = part_file.lock(self.folder / _LOCK, target)
         try:
             self._begin()
         except BaseException:
@@ -89,11 +80,11 @@ class Partial:
                 self._continue(journal)
                 return
         except Damaged as error:
-            say_anew(self.target, error)
+            part_file.say_anew(self.target, error)
         for file in self.files:
             file.close()
         self.files, self._stored = [], set()
-        clear_folder(self.folder, keep=_LOCK)
+        part_file.clear_folder(self.folder, keep=_LOCK)
         (self.folder / _FILES).mkdir()
 
     def _continue(self, journal: Any) -> None:
@@ -156,7 +147,7 @@ class Partial:
             "files": [file.to_json() for file in self.files],
             "form": self.form.progress(),
         }
-        self._journal_size = write_journal(self.folder / JOURNAL, data)
+        self._journal_size = part_file.write_journal(self.folder / JOURNAL, data)
         self._since_journal = 0
 
     def finish(self) -> None:

@@ -25,7 +25,7 @@ from ...primitives.files import naming
 from ...quantize_api import check_are_recipes
 from ...recipes.base import Recipe
 from .. import formats  # noqa: F401 (registers the formats)
-from ..formats.transformers_folder.names import recipe_json
+from ..formats.transformers_folder import recipe_json
 from ..save_folder import SAVE_FORMATS, save_format
 from ..sources import Contents, Source
 from ..tensor_file import OWN_FORMAT, check_name

@@ -135,8 +135,7 @@ class EncodeStep(Step):
 
 
 class ConvStep(Step):
-    """A chain, whose result is `written` as codes with a border, is read by fused steps as reals, or by plain
-    operations."""
+    """A chain, whose result is `written` as codes with a border, or read as reals by fused steps or `plain` ones."""
 
     def __init__(self, chain: Chain, written: Numerics | None, border: Border, real: bool, plain: bool) -> None:
         self.chain, self.written, self.border, self.real, self.plain = chain, written, border, real, plain

@@ -51,7 +51,7 @@ def prepare_for_adapters(
     any_model: Any = model
     if not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
         raise ValueError(
-            f"prepare_for_adapters: no weight of this {type(model).__name__} is quantized; call quantize_ first"
+            f"prepare_for_adapters: no weight of {type(model).__name__} is quantized; call quantize_ first"
         )
     if gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(

@@ -8,13 +8,8 @@ from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers import core_model_loading
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from ...dtypes import QuantizedTensor
 from .loading_plan import Plan
@@ -23,38 +18,35 @@ from .versions import apply_renamings
 
 
 class Origin(NamedTuple):
-    """What a parameter of a model is made of: by a converter of the model, which fuses or splits what is stored, of
-    stored names by its source pattern, in the order in which it takes them; or, without one, of a weight as it is
-    stored."""
+    """What a parameter is made of: by a converter of the model, which fuses or splits, of stored names by its source
+    pattern, in the order in which it takes them; or, without one, of a weight as it is stored."""
 
     converter: WeightConverter | None
     names: dict[str, list[str]]
 
 
 def origins(stored: Iterable[str], others: Iterable[str], conversions: list[Any], model: Any) -> dict[str, Origin]:
-    """Name of a parameter in the model -> what it is made of, as transformers renames and fuses it while loading, of
-    the quantized tensors `stored`. A converter that makes several parameters of one is under the name of the first
-    one."""
+    """Name of a parameter in the model -> what it is made of, as transformers renames and fuses it while loading. A
+    converter that makes several parameters of one is under the name of the first one."""
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
     found: dict[str, Origin] = {}
-    for name in sorted(stored, key=dot_natural_key):
-        place, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)
-        fused, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+    for name in sorted(stored, key=core_model_loading.dot_natural_key):
+        place, _ = core_model_loading.rename_source_key(name, renamings, [], model.base_model_prefix, state)
+        fused, pattern = core_model_loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
         if place in state or pattern is None or fused not in state:
             found[place] = Origin(None, {"": [name]})
         else:
             found.setdefault(fused, Origin(by_pattern[pattern], {})).names.setdefault(pattern, []).append(name)
     for name in others:
-        fused, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        fused, _ = core_model_loading.rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if fused in found and found[fused].converter is not None:
             one = next(iter(found[fused].names.values()))[0]
-            raise ValueError(
-                f"qtorch: {one} is stored quantized, {name} is not, and both are parts of {fused}; quantize that as a "
-                "whole"
-            )
+            raise ValueError(f"qtorch: {one} is stored quantized, {name} not, both are in {fused}; quantize all of it")
     return found
 
 

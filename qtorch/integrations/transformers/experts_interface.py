@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ...dtypes import QuantizedTensor
-from ...dtypes.dispatch import implements_aten, implements_function
+from ...dtypes import QuantizedTensor, dispatch, products
 from ...dtypes.experts import grouped_linear, grouped_linear_call
-from ...dtypes.products import grouped_mm
 from .versions import experts_implementations, grouped_mm_operator, of_experts, takes_experts_implementation
 
 NAME = "qtorch"
@@ -78,10 +76,10 @@ def choose(model: Any) -> None:
 
 if (_OPERATOR := grouped_mm_operator()) is not None:
 
-    @implements_function(_OPERATOR, _OPERATOR.default)
+    @dispatch.implements_function(_OPERATOR, _OPERATOR.default)
     def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        return grouped_mm(input, weight, offs)
+        return products.grouped_mm(input, weight, offs)
 
-    @implements_aten(_OPERATOR.default)
+    @dispatch.implements_aten(_OPERATOR.default)
     def _grouped_mm_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
-        return grouped_mm(*args, **kwargs)
+        return products.grouped_mm(*args, **kwargs)

@@ -32,16 +32,14 @@ class Plan:
         known = list(config.recipe.values()) if isinstance(config.recipe, dict) else [config.recipe]
         if not known or not all(isinstance(each, Recipe) or (each is None and len(known) > 1) for each in known):
             raise ValueError(
-                f"QtorchConfig: recipe is a recipe, or a mapping from names to recipes; got {config.recipe!r:.80}"
+                f"QtorchConfig: takes a recipe, or a mapping from names to recipes; got {config.recipe!r:.80}"
             )
         self.batches: list[Any] = []
         given = config.calibrated(self.batches)
         for recipe in filter(None, given.values() if isinstance(given, dict) else [given]):
             recipe.check_complete()
             if recipe.selects:
-                raise ValueError(
-                    f"QtorchConfig: {recipe} changes weights that are quantized: call quantize_ after loading"
-                )
+                raise ValueError(f"QtorchConfig: {recipe} changes quantized weights: call quantize_ after loading")
         self._all = _tied(find_targets(model, given, None, config.targets), model)
         skipped = HfQuantizer.get_modules_to_not_convert(
             model, config.modules_to_not_convert, sorted(model._keep_in_fp32_modules or ())

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint import header, tensor_file
 from ...checkpoint.formats.transformers_folder import Index, cast
-from ...checkpoint.header import check_fits
-from ...checkpoint.tensor_file import ALIGNMENT, TensorFile
-from ...dtypes import AffineQuantizedTensor, QuantizedTensor
-from ...dtypes.serialize import from_canonical
+from ...dtypes import AffineQuantizedTensor, QuantizedTensor, serialize
 from ...quantize_api import quantize_
 from ...recipes.base import Recipe
 from ...training.weights.base import TrainingWeight
@@ -35,7 +33,7 @@ class StoredWeights:
         self.dtype = dtype
         keys: dict[str, Path] = {}
         for path in map(Path, files):
-            file = TensorFile(path)
+            file = tensor_file.TensorFile(path)
             file.close()
             keys |= dict.fromkeys(file.stored, path)
             try:
@@ -56,9 +54,9 @@ class StoredWeights:
         by_key = {key: parts[part] for part, key in entry["tensors"].items() if part in parts}
         for key, part in by_key.items():
             # Files of other packages do not align tensors as torch does, and products depend on it.
-            if part.device.type == "cpu" and part.data_ptr() % ALIGNMENT:
+            if part.device.type == "cpu" and part.data_ptr() % tensor_file.ALIGNMENT:
                 by_key[key] = part.clone()
-        tensor = from_canonical(entry, by_key.__getitem__)
+        tensor = serialize.from_canonical(entry, by_key.__getitem__)
         # Weights of another dtype than the saved model had keep theirs.
         if self.config.model_dtype in (None, str(tensor.dtype).removeprefix("torch.")):
             tensor = cast(tensor, self.dtype)
@@ -70,7 +68,7 @@ def placed(tensor: QuantizedTensor, model: nn.Module, place: str) -> nn.Paramete
     """The tensor as the parameter `place` of `model`."""
     path, _, attribute = place.rpartition(".")
     module: Any = model.get_submodule(path)
-    check_fits(Path(place), place, (module, attribute, module._parameters[attribute]), tensor)
+    header.check_fits(Path(place), place, (module, attribute, module._parameters[attribute]), tensor)
     return nn.Parameter(tensor, requires_grad=tensor.trains)
 
 
@@ -93,7 +91,7 @@ def prepare(model: Any, plan: Plan | None, stored: StoredWeights | None, config:
         missing = model.state_dict().keys() - parameters.keys()
         state: dict[str, Tensor] = {}
         for path in set(stored.others.values()):
-            file = TensorFile(path)
+            file = tensor_file.TensorFile(path)
             state |= {name: file.read(name) for name in missing & file.stored.keys() & stored.others.keys()}
             file.close()
         model.load_state_dict(state, strict=False)

@@ -82,7 +82,6 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 
-# --------------------------------------------------------------------------------------------------
 # The scale of the tensor in NVFP4: files hold a divisor, tensors of this package a multiplier.
 #
 #     of a file   scale of a group = weight_scale / weight_global_scale

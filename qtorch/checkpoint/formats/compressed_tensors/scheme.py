@@ -149,7 +149,6 @@ def _require(condition: bool, problem: str) -> None:
         raise ValueError(f"quantization arguments are not valid: {problem}")
 
 
-# --------------------------------------------------------------------------------------------------
 # The specs of this package that mean the same as the arguments of compressed-tensors, in both directions.
 
 
@@ -159,7 +158,7 @@ _E4M3_NAME = "torch.float8_e4m3fn"
 MX_GROUP = 32
 
 
-# --- from this package ---
+# from this package
 
 
 def args_of(tensor: QuantizedTensor) -> tuple[Args, Args | None]:
@@ -267,7 +266,7 @@ def _of_activation(spec: QuantSpec, static: bool) -> Args:
     return Args(dtype.bits, kind, symmetric, strategy, group_size, dynamic=not static, scale_dtype=scale_dtype)
 
 
-# --- to this package ---
+# to this package
 
 
 def weight_spec(args: Args, shape: tuple[int, int]) -> QuantSpec:

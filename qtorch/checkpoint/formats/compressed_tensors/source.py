@@ -108,9 +108,7 @@ class StoredModule:
         if math.prod(info.shape) != math.prod(self.scale_shape) or (
             len(info.shape) > 1 and info.shape != self.scale_shape
         ):
-            raise ValueError(
-                f"its weight_scale has shape {info.shape}, that of a weight {self.shape} has {self.scale_shape}"
-            )
+            raise ValueError(f"its weight_scale has shape {info.shape}, a weight {self.shape} has {self.scale_shape}")
         dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.float8_e8m0fnu) if self.is_mx else FLOATS
         if self.args.strategy == "tensor_group":
             dtypes = (torch.float8_e4m3fn,)
@@ -195,15 +193,8 @@ class StoredModule:
             raise ValueError("has a weight_g_idx whose groups are not consecutive columns (actorder 'group')")
 
 
-OF_WEIGHT = (
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_global_scale",
-    "weight_g_idx",
-)
+OF_WEIGHT = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+OF_WEIGHT += ("weight_global_scale", "weight_g_idx")
 OF_INPUT = ("input_scale", "input_zero_point", "input_global_scale")
 OF_OUTPUT = ("output_scale", "output_zero_point", "output_global_scale")
 OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")

@@ -72,11 +72,10 @@ class GgufFile:
             self.size = os.fstat(self._file.fileno()).st_size
             header = _Header(self._file, self.size)
             self.metadata, self.tensors = header.parse()
-        except (ValueError, OverflowError) as error:
+        except BaseException as error:
             self.close()
-            raise ValueError(f"{path}: truncated, or not a GGUF file ({error})") from error
-        except BaseException:
-            self.close()
+            if isinstance(error, ValueError | OverflowError):
+                raise ValueError(f"{path}: truncated, or not a GGUF file ({error})") from error
             raise
 
     def close(self) -> None:
@@ -87,9 +86,7 @@ class GgufFile:
         """`nbytes` bytes from `start` on of the data of a tensor, uint8."""
         offset = self.tensors[name].offset + start
         if offset + nbytes > self.size:
-            raise ValueError(
-                f"{self.path}: truncated: the data of {name} ends at {offset + nbytes}, the file at {self.size}"
-            )
+            raise ValueError(f"{self.path}: truncated: {name} ends at {offset + nbytes}, the file at {self.size}")
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._file.seek(offset)
         if self._file.readinto(data_of(tensor)) != nbytes:

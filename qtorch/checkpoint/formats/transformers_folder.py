@@ -1,26 +1,40 @@
-"""What a quantized tensor is called in a folder of transformers, and the index of a folder.
+"""Folders that transformers' `save_pretrained` writes for a quantized model; `transformers` is not imported.
 
-The names are those of `dtypes.serialize`, with two differences. Codes of 8 bits are called ``<name>_codes``: under the
-bare name, transformers would split the codes of fused experts as it splits their float weights. And the bare name
-holds a *marker*, a tensor of shape (0,): a reader that does not know the format finds a tensor of a wrong shape, and
-fails, instead of initializing the weight at random.
+    config.json                      `quantization_config` has the `quant_method` "qtorch"
+    model.safetensors                or shards that model.safetensors.index.json names
+        <name>_codes, <name>_packed, <name>_scale, ...    the parts of a quantized tensor, see `stored`
+        <name>                       an empty tensor, the marker of a quantized tensor
+        metadata "qtorch.transformers"                    see `Index`
+
+The names of parts are those of `dtypes.serialize`, with two differences. Codes of 8 bits are called ``<name>_codes``:
+under the bare name, transformers would split the codes of fused experts as it splits their float weights. And the bare
+name holds a *marker*, a tensor of shape (0,): a reader that does not know the format finds a tensor of a wrong shape,
+and fails, instead of initializing the weight at random.
+
+As a `Source` it is read without transformers, by the names that are stored. Folders may be untrusted.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ....dtypes import QuantizedTensor
-from ....dtypes.serialize import LOGICAL_DTYPES, Entry, to_canonical
-from ....primitives.files import naming, parse_json
-from ....primitives.jsonable import from_json, to_json
-from ...header import check_entries
+from ...dtypes import QuantizedTensor
+from ...dtypes.serialize import LOGICAL_DTYPES, Entry, scheme_of, to_canonical
+from ...primitives.files import naming, parse_json
+from ...primitives.jsonable import from_json, to_json
+from ..header import check_entries
+from ..hf_folder import CONFIG, SUFFIX, HFFolder, find_root, read_object
+from ..save_folder import SaveFormat, register_save_format
+from ..sources import CanonicalSource, register_source
+from ..tensor_file import Stored, TensorFile
 
 METADATA = "qtorch.transformers"
 """Metadata key of every file that holds a quantized tensor; its value is JSON text."""
@@ -148,3 +162,105 @@ def is_ours(config: Any) -> bool:
     """Whether the contents of a config.json say that the folder is of this format."""
     entry = config.get("quantization_config") if isinstance(config, dict) else None
     return isinstance(entry, dict) and entry.get("quant_method") == QUANT_METHOD
+
+
+@register_source
+class TransformersFolder(CanonicalSource):
+    """A folder of `save_pretrained`, or of accelerate's `save_model`, or one file of it that holds a whole model. There
+    are no checksums to verify."""
+
+    format = "transformers folder of qtorch"
+
+    @classmethod
+    def recognizes(cls, path: Path) -> bool:
+        try:
+            config = read_object(path / CONFIG) if path.is_dir() else None
+            if config is not None:
+                return is_ours(config)
+            root = find_root(path)  # such as accelerate writes it, which has no configuration
+            if root is None:
+                return False
+            with closing(TensorFile(root) if root.suffix == SUFFIX else HFFolder(path)) as opened:
+                return METADATA in opened.metadata
+        except (OSError, ValueError):
+            return False
+
+    @classmethod
+    def open(cls, path: Path, *, verify: bool, mmap: bool) -> TransformersFolder:
+        try:
+            return HFFolder.opened(path, lambda folder: cls(folder, mmap))
+        except FileNotFoundError as error:
+            raise ValueError(str(error)) from error
+
+    def __init__(self, folder: HFFolder, mmap: bool) -> None:
+        self.path = folder.path
+        self.folder = folder
+        self.mmap = mmap
+        self.index = Index()
+        with naming(self.path):
+            for file in folder.files:
+                self.index.add(Index.parse(file.metadata))
+            plain = self._check_names()
+        self.entries = self.index.quantized
+        self.aliases = self.index.aliases
+        self.names = plain | self.entries.keys() | self.aliases.keys()
+
+    def close(self) -> None:
+        self.folder.close()
+
+    def stored(self, key: str) -> Stored:
+        return self.folder.stored[key]
+
+    def read(self, key: str) -> Tensor:
+        return self.folder.read(key, mmap=self.mmap)
+
+    def _check_names(self) -> set[str]:
+        """Check the names of the index against those of the files; the names of the tensors that are not quantized."""
+        parts, quantized, stored = self.index.owners().keys(), set(self.index.quantized), self.folder.stored
+        if missing := sorted(parts - stored.keys()):
+            raise ValueError(f"missing key {', '.join(missing[:4])}")
+        for name in quantized & stored.keys():
+            if name not in parts and not is_marker(stored[name].shape):
+                raise ValueError(f"{name} is stored both quantized and in floating point")
+        plain = stored.keys() - parts - quantized
+        for name, of in self.index.aliases.items():
+            if name in plain | quantized or of not in plain | quantized:
+                raise ValueError(f"{name} is another name of {of!r:.80}, but is stored itself, or that is not")
+        return plain
+
+
+@register_save_format
+class TransformersFormat(SaveFormat):
+    """A folder that `from_pretrained` loads, after `import qtorch.integrations.transformers`."""
+
+    name = "transformers"
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        super().__init__(config)
+        self.recipe: Any = None
+        self.names: Names = "model"
+        self.entries: dict[str, Entry] = {}
+
+    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if not isinstance(tensor, QuantizedTensor):
+            return {name: tensor}
+        tensors, self.entries[name] = stored(name, tensor)
+        return tensors
+
+    def metadata(self, keys: Iterable[str]) -> dict[str, str]:
+        # The marker of a quantized tensor has its name.
+        entries = {key: self.entries[key] for key in keys if key in self.entries}
+        return Index(entries).to_metadata() if entries else {}
+
+    def config(self) -> dict[str, Any]:
+        return quantization_config(self.recipe, self.names)
+
+    def progress(self) -> Any:
+        return self.entries
+
+    def resume(self, progress: Any) -> None:
+        if not isinstance(progress, dict):
+            raise ValueError(f"not the progress of a {self.name} checkpoint: {progress!r:.80}")
+        for entry in progress.values():
+            scheme_of(entry)
+        self.entries = progress
