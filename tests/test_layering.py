@@ -195,7 +195,7 @@ COMPARED = (
     "integrations/fusion/fused_model.py",
 )
 COMPARED += (
-    "integrations/transformers/stored_weights.py",
+    "integrations/transformers/loading_plan.py",
     "integrations/plain_state.py",
     "kernels/cpu/weight.py",
 )

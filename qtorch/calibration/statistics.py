@@ -157,10 +157,8 @@ class Moments(SecondMoment):
 
 
 class Range(Statistic):
-    """The smallest and the largest of all inputs, `low` and `high`, 0-d fp32.
-
-    Rows that hold a NaN or an infinity do not count, here and in the statistics below: inference keeps them apart, too.
-    """
+    """The smallest and the largest of all inputs, `low` and `high`, 0-d fp32. Rows that hold a NaN or an infinity do
+    not count, here and in the statistics below: inference keeps them apart, too."""
 
     per_expert: ClassVar[bool] = False
 

@@ -38,16 +38,11 @@ class StoredWeight(NamedTuple):
 
 
 class FolderSource(Source):
-    """A folder of transformers, or one of its safetensors files.
+    """A folder of transformers, or one of its safetensors files: the open `folder`, and the weights that are stored
+    quantized by the name of the parameter.
 
-    Attributes:
-        folder: the open files.
-        weights: the weights that are stored quantized, by the name of the parameter.
-
-    Class attributes:
-        methods: the `quant_method`s of config.json that are this format.
-        settings: name of the file with the settings, where config.json has none.
-        marks: a regular expression that a stored name matches, in folders whose config.json says nothing.
+    A format is recognized by `methods`, the `quant_method`s of config.json; where config.json says nothing, by
+    `settings`, the name of a file, and by `marks`, a regular expression that a stored name matches.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()

@@ -82,11 +82,8 @@ class SaveFormat(ABC):
 
     @abstractmethod
     def resume(self, progress: Any) -> None:
-        """Continue a checkpoint that another object of this class has begun, from its `progress`.
-
-        The next tensor that `store` gets may be one that it had got already. What is not of this format is a
-        `ValueError`.
-        """
+        """Continue a checkpoint that another object of this class has begun, from its `progress`; what is not of this
+        format is a `ValueError`. The next tensor that `store` gets may be one that it had got already."""
 
 
 def register_save_format(cls: C) -> C:

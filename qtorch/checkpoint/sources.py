@@ -58,12 +58,8 @@ class Source(ABC):
 
     @classmethod
     def open(cls, path: Path, *, verify: bool, mmap: bool) -> Source:
-        """Open a checkpoint of this format, and validate its header.
-
-        Args:
-            verify: compare tensors with their checksums, in formats that have any.
-            mmap: map tensors that need no change instead of reading them, in formats that allow it.
-        """
+        """Open a checkpoint of this format, and validate its header; `verify` and `mmap` as for `load_quantized`, in
+        formats that have checksums, or tensors that can be mapped."""
         raise NotImplementedError
 
     @abstractmethod

@@ -74,13 +74,8 @@ class KVCacheSpec:
 
 
 class KVStore(ABC):
-    """The keys and values of one layer of attention, (B, H, T, D), in codes.
-
-    Attributes:
-        spec: how they are quantized.
-        dtype, device: of the keys and values that were appended.
-        widths: channels of keys and of values.
-    """
+    """The keys and values of one layer of attention, (B, H, T, D), in codes: so many channels of each (`widths`), in
+    the dtype and on the device of what was appended."""
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.spec, self.form = spec, spec.form

@@ -97,17 +97,14 @@ def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.d
         return conv.conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
     matrix: Any = weight.matrix if isinstance(weight, PaddedWeight) else weight
     if len(weight.scheme.shape) == 3 and not weight.trains:
-        return Problem("grouped_linear", as_multiplied(matrix).scheme, dtype, device)
+        pattern = matrix.scheme.weight.granularity.pattern(3)
+        # Matrices of experts are multiplied as (E, N, K): transposed if their blocks lie along K of (E, K, N).
+        experts = matrix.transpose(1, 2) if pattern[2] == 1 != pattern[1] else matrix
+        return Problem("grouped_linear", experts.scheme, dtype, device)
     op = "embedding" if isinstance(module, embedding.EMBEDDINGS) else "linear"
     while len(matrix.scheme.shape) > 2:
         matrix = matrix.select(0, 0)
     return Problem(op, matrix.scheme, dtype, device)
-
-
-def as_multiplied(weight: QuantizedTensor) -> QuantizedTensor:
-    """Matrices of experts as (E, N, K), transposed if their blocks lie along K of (E, K, N)."""
-    pattern = weight.scheme.weight.granularity.pattern(3)
-    return weight.transpose(1, 2) if pattern[2] == 1 != pattern[1] else weight  # type: ignore[return-value]
 
 
 def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module: nn.Module | None) -> Explanation:

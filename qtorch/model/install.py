@@ -31,10 +31,8 @@ class Change(NamedTuple):
 
 
 def install(changes: Iterable[Change]) -> None:
-    """Make all changes, or none.
-
-    They run as one call into C code of the interpreter, which handles no signals: Ctrl-C takes effect before or after.
-    """
+    """Make all changes, or none. They run as one call into C code of the interpreter, which handles no signals: Ctrl-C
+    takes effect before or after."""
     changes = list(changes)
     tables = {id(table): table for table, _, _ in changes}
     steps = [

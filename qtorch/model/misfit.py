@@ -30,13 +30,10 @@ SMALLEST_GROUP = 8
 @register_recipe("padded")
 @dataclass(frozen=True)
 class Padded(WeightRecipe):
-    """`recipe` for weights whose contracted axis its groups do not divide: the last group is completed with zeros.
+    """`recipe`, for inference and without data, for weights whose contracted axis its groups do not divide: the last
+    group is completed with `padding` columns of zeros.
 
     The weight keeps its shape, and is held with the zeros, see `PaddedWeight`; products pad their input with as many.
-
-    Args:
-        recipe: for inference, without data.
-        padding: number of columns of zeros.
     """
 
     recipe: WeightRecipe

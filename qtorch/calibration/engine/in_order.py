@@ -105,6 +105,7 @@ class InOrder(Generic[M]):
     ) -> None:
         self.model, self.data, self.batches = model, data, data.checked()
         self.targets = {id(target.parameter): target for target in targets}
+        self._floats = [(target, target.parameter) for target in targets]
         self.recipes: dict[int, Any] = {id(target.parameter): target.recipe for target in targets}
         self.learns = any(recipe.learner is not None for recipe in self.recipes.values())
         self.paired = self.learns or any(kind.paired for of in self.recipes.values() for kind in of.statistics)
@@ -178,7 +179,7 @@ class InOrder(Generic[M]):
         calls = None if block is None else self.quantized.calls(block)
         of_float = None
         if block is not None and self.paired:
-            with self._floats():
+            with installed(self._floats):
                 of_float = self.of_float.calls(block)
         for stage in unit.stages:
             found = self.statistics(stage, block, calls, of_float)
@@ -186,7 +187,7 @@ class InOrder(Generic[M]):
                 yield self.targets[id(weight)], self.of_matrices(found, weight)
         if block is not None and calls is not None:
             if of_float is not None:
-                with self._floats():
+                with installed(self._floats):
                     self.of_float.finish(block, of_float)
             if self.learns:
                 self._learn(block, calls)
@@ -229,7 +230,7 @@ class InOrder(Generic[M]):
         for batch in range(len(self.batches)):
             seen, pair = self._inputs(stage, self.quantized, block, calls, batch), StageInputs()
             if of_float is not None or (self.paired and block is None):
-                with self._floats():
+                with installed(self._floats):
                     pair = self._inputs(stage, self.of_float, block, of_float, batch)
             residual = None
             if seen.residual is not None and pair.residual is not None:
@@ -314,22 +315,24 @@ class InOrder(Generic[M]):
         put(target, nn.Parameter(made[0], False))
 
     def _put_floats(self) -> None:
-        for target in self.targets.values():
-            put(target, target.parameter)
-
-    @contextmanager
-    def _floats(self) -> Iterator[None]:
-        """With the float weights in place."""
-        now = [(target, target.slot.module._parameters[target.slot.attribute]) for target in self.targets.values()]
-        self._put_floats()
-        try:
-            yield
-        finally:
-            for target, parameter in now:
-                put(target, parameter)
+        for target, parameter in self._floats:
+            put(target, parameter)
 
 
 def put(target: Target[Any], parameter: nn.Parameter | None) -> None:
     """Put a parameter in all places of a weight."""
     for slot in target.slots:
         slot.module._parameters[slot.attribute] = parameter
+
+
+@contextmanager
+def installed(parameters: Sequence[tuple[Target[Any], nn.Parameter]]) -> Iterator[None]:
+    """With these parameters in place of weights; then with those that were there."""
+    now = [(target, target.slot.module._parameters[target.slot.attribute]) for target, _ in parameters]
+    try:
+        for target, parameter in parameters:
+            put(target, parameter)
+        yield
+    finally:
+        for target, before in now:
+            put(target, before)

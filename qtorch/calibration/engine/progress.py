@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ...checkpoint import part_file, save, sources
+from ...checkpoint import part_file, save, sources, tensor_file
 from ...checkpoint.part_file import Damaged, clear_folder, read_journal, write_journal
-from ...checkpoint.tensor_file import checksum, places_of
 from ...dtypes import QuantizedTensor
 from ..data import Data
 from .streams import OnDisk, OutputStore
@@ -210,7 +209,7 @@ def fingerprint(data: Any) -> str:
 
 def fingerprint_of_weights(model: nn.Module) -> str:
     """The fingerprint of all parameters and buffers, and of the class of the model."""
-    tensors = {name: _of_tensor(tensor) for name, (_, _, tensor) in places_of(model)}
+    tensors = {name: _of_tensor(tensor) for name, (_, _, tensor) in tensor_file.places_of(model)}
     return fingerprint([type(model).__qualname__, tensors])
 
 
@@ -246,4 +245,4 @@ def _of_tensor(tensor: Tensor) -> Any:
         return [repr(tensor.scheme), {name: _of_tensor(inner) for name, inner in tensor.inner_tensors.items()}]
     if tensor.is_meta or nn.parameter.is_lazy(tensor):
         return "no values"
-    return checksum(tensor.detach().cpu())
+    return tensor_file.checksum(tensor.detach().cpu())

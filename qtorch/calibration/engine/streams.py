@@ -284,10 +284,8 @@ class _Calls(Sequence[Call]):
 
 
 def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks whose outputs have to be kept: none if each block depends on the one before only, or else all.
-
-    It is found by experiment on the first batch: the inputs of each block with and without the outputs of all others.
-    """
+    """The blocks whose outputs have to be kept: none if each block depends on the one before only, or else all. Found
+    by experiment on the first batch: the inputs of each block with and without the outputs of all others."""
     # The last blocks of their lists: the last layer of an encoder, for example.
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     lasts = [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]

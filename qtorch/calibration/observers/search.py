@@ -35,10 +35,8 @@ class RangeSearch(Observer):
 
 
 def best_range(low: Tensor, high: Tensor, spec: QuantSpec, steps: int, smallest: float, score: Score) -> MinMax:
-    """The best of the ranges f low, f high with `steps` factors f from 1 to `smallest`; the widest of equal ones.
-
-    With an asymmetric mapping, whose ends are free, each end is then moved alone by such factors.
-    """
+    """The best of the ranges f low, f high with `steps` factors f from 1 to `smallest`; the widest of equal ones. With
+    an asymmetric mapping, whose ends are free, each end is then moved alone by such factors."""
     factors = torch.linspace(1, smallest, steps, device=low.device, dtype=torch.float32)
     low, high = low.clamp(max=0), high.clamp(min=0)
     best = factors[score(low * factors, high * factors).argmin()]

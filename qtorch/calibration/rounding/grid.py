@@ -153,10 +153,8 @@ class Rounding:
 
 
 class Refinement:
-    """Base class of algorithms that improve a rounded weight; a frozen, JSON-able dataclass.
-
-    tr(D H D^T) of the result is never larger than before, for the damped H.
-    """
+    """Base class of algorithms that improve a rounded weight; a frozen, JSON-able dataclass. tr(D H D^T) of the result
+    is never larger than before, for the damped H."""
 
     def refine(self, weight: Tensor, moment: Tensor, grid: Grid) -> Grid:
         """`grid` with better codes or scales for `weight` (N, K) and the damped second moment (K, K)."""

@@ -122,11 +122,9 @@ class AwqSource(FolderSource):
 
 @register_source
 class AutoRoundSource(FolderSource):
-    """A folder of AutoRound: the packings of GPTQ and AWQ under another `quant_method`.
-
-    Layers of other widths are found by the shapes of their tensors; `extra_config` gives their group sizes. Source:
-    auto-round 0.16 `auto_round/inference/backend.py`.
-    """
+    """A folder of AutoRound: the packings of GPTQ and AWQ under another `quant_method`. Layers of other widths are
+    found by the shapes of their tensors; `extra_config` gives their group sizes. Source: auto-round 0.16
+    `auto_round/inference/backend.py`."""
 
     format = "auto-round"
     methods = ("auto-round", "intel/auto-round")

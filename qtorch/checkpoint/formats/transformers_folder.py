@@ -26,8 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...dtypes import QuantizedTensor
-from ...dtypes.serialize import LOGICAL_DTYPES, Entry, scheme_of, to_canonical
+from ...dtypes import QuantizedTensor, serialize
 from ...primitives.files import naming, parse_json
 from ...primitives.jsonable import from_json, to_json
 from ..header import check_entries
@@ -42,9 +41,9 @@ METADATA = "qtorch.transformers"
 NAMES_VERSION = 1
 
 
-def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], Entry]:
+def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], serialize.Entry]:
     """The plain tensors that stand for a quantized parameter, by stored name, and its entry in the `Index`."""
-    tensors, entry = to_canonical(name, tensor)
+    tensors, entry = serialize.to_canonical(name, tensor)
     codes = f"{name}_codes"
     renamed = {codes if key == name else key: value for key, value in tensors.items()}
     parts = {part: codes if key == name else key for part, key in entry["tensors"].items()}
@@ -63,7 +62,7 @@ def is_marker(shape: Iterable[int]) -> bool:
 
 def cast(tensor: QuantizedTensor, dtype: torch.dtype | None) -> QuantizedTensor:
     """The tensor with the logical dtype `dtype`, and the same codes; unchanged if quantized tensors do not have it."""
-    if dtype not in LOGICAL_DTYPES or dtype == tensor.scheme.dtype:
+    if dtype not in serialize.LOGICAL_DTYPES or dtype == tensor.scheme.dtype:
         return tensor
     made = tensor.to(dtype)
     assert isinstance(made, QuantizedTensor)
@@ -75,7 +74,7 @@ class Index:
     """What the metadata of the files say, of their own tensors or of all: the entries of quantized parameters, as
     `stored` returns them; and further names of tied parameters, which are not stored -> those that are."""
 
-    quantized: dict[str, Entry] = field(default_factory=dict)
+    quantized: dict[str, serialize.Entry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
     def to_metadata(self) -> dict[str, str]:
@@ -239,7 +238,7 @@ class TransformersFormat(SaveFormat):
         super().__init__(config)
         self.recipe: Any = None
         self.names: Names = "model"
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, serialize.Entry] = {}
 
     def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if not isinstance(tensor, QuantizedTensor):
@@ -262,5 +261,5 @@ class TransformersFormat(SaveFormat):
         if not isinstance(progress, dict):
             raise ValueError(f"not the progress of a {self.name} checkpoint: {progress!r:.80}")
         for entry in progress.values():
-            scheme_of(entry)
+            serialize.scheme_of(entry)
         self.entries = progress

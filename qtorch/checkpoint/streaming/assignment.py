@@ -47,16 +47,9 @@ TRANSPOSED_EXPERTS = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama
 _CONV1D = re.compile(r"(?:.+\.)?(?:c_attn|c_proj|c_fc|q_attn)\.weight")
 
 
-class Conv1D(nn.Module):
-    """Stands for that of transformers, by whose name its weight is known."""
-
-
-class JetMoeParallelExperts(nn.Module):
-    """Experts in one tensor ``weight``."""
-
-
-class DbrxExpertGLU(nn.Module):
-    """Experts in the matrices ``w1``, ``v1`` and ``w2``."""
+def _called(name: str) -> nn.Module:
+    """What stands for a module of transformers, by whose name the kinds of its weights are known."""
+    return type(name, (nn.Module,), {})()
 
 
 class FusedExperts(nn.Module):
@@ -96,9 +89,9 @@ def _experts(name: str, contents: Contents, model_type: str | None) -> nn.Module
     if len(contents.shape) == 3 and is_fused(name):
         return FusedExperts(model_type in TRANSPOSED_EXPERTS)
     if len(contents.shape) == 3 and attribute == "weight" and path.endswith((".input_linear", ".output_linear")):
-        return JetMoeParallelExperts()
+        return _called("JetMoeParallelExperts")
     if model_type == "dbrx" and path.endswith(".experts.mlp") and attribute in ("w1", "v1", "w2"):
-        return DbrxExpertGLU()
+        return _called("DbrxExpertGLU")
     return None
 
 
@@ -109,7 +102,7 @@ def _layer(name: str, contents: Contents, model_type: str | None) -> nn.Module |
     if not path or attribute != "weight" or len(contents.shape) != 2 or not contents.dtype.is_floating_point:
         return None
     if model_type in CONV1D_MODELS and _CONV1D.fullmatch(name):
-        return Conv1D()
+        return _called("Conv1D")
     rows, columns = contents.shape
     if module not in HEADS_AND_ROUTERS and ("embed" in module or module in TABLES):
         layer: nn.Module = nn.Embedding(rows, columns, device="meta")

@@ -164,8 +164,3 @@ def _without_logits(model: Any, data: Data, recipes: Mapping[str, Any]) -> Data:
         return model(**batch, logits_to_keep=1) if isinstance(batch, Mapping) else model(batch, logits_to_keep=1)
 
     return replace(data, forward=forward)
-
-
-def calibrates(target: Target[Recipe]) -> bool:
-    """Whether the recipe of a target calibrates in the order of the model."""
-    return target.recipe is not None and target.recipe.in_order

@@ -123,10 +123,8 @@ class Form(ABC):
 
     @abstractmethod
     def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
-        """Continue from `progress`, which may be untrusted, and the names of the tensors that are stored.
-
-        The last of the names of parameters is that of the next one, which may be in `progress` already.
-        """
+        """Continue from `progress`, which may be untrusted, and the names of the tensors that are stored. The last of
+        the names of parameters is that of the next one, which may be in `progress` already."""
 
 
 class OwnForm(Form):

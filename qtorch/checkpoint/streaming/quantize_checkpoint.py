@@ -30,7 +30,7 @@ from ..save_folder import SAVE_FORMATS, save_format
 from ..sources import Contents, Source
 from ..tensor_file import OWN_FORMAT, check_name
 from .assignment import assign, check_values
-from .calibrate import CalibratedWeights, calibrates
+from .calibrate import CalibratedWeights
 from .forms import form_of
 from .partial import Partial, identity_of, model_config, open_any, take_left_over
 
@@ -100,7 +100,7 @@ def quantize_checkpoint(
         contents = _contents(source)
         assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
-        chosen = {name: target for name, target in assigned.items() if calibrates(target)}
+        chosen = {name: target for name, target in assigned.items() if target.recipe and target.recipe.in_order}
         of_chosen = CalibratedWeights(source, chosen, dst, model) if chosen else None
         estimate = of_chosen.estimate() if of_chosen is not None and dry_run else None
         calibrated = None if dry_run else of_chosen

@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.conv import is_channels_last
-from ...kernels.cpu.compiled_library import library, missing, threads
-from ...kernels.cpu.conv_codes import Border
+from ...kernels.cpu import compiled_library, conv_codes
 from ...model.install import check_model
 from .chains import Chain, Numerics, Shapes, find_chains, shapes_of
 from .fused_steps import ConvStep, EncodeStep, NotFinite, PlainStep, PoolStep, Run, Step, Workspace, as_pair
@@ -106,9 +105,9 @@ class Plan:
         self.last_reads = [[node for node, at in last.items() if at == i] for i in range(len(self.steps))]
 
 
-def _readers(chains: Sequence[Chain]) -> dict[fx.Node, dict[Numerics, Border]]:
+def _readers(chains: Sequence[Chain]) -> dict[fx.Node, dict[Numerics, conv_codes.Border]]:
     """By value: the numerics by which convolutions quantize it, with the widest padding that such codes have."""
-    readers: dict[fx.Node, dict[Numerics, Border]] = {}
+    readers: dict[fx.Node, dict[Numerics, conv_codes.Border]] = {}
     for chain in chains:
         borders, (height, width) = readers.setdefault(chain.source, {}), chain.window.padding
         known = borders.get(chain.numerics, (0, 0))
@@ -176,14 +175,14 @@ class FusedModel(nn.Module):
             return self.model(*args)
         tensors = [a for a in args if isinstance(a, Tensor)]
         last = any(is_channels_last(a) for a in tensors)
-        key = (tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args), last, threads())
+        key = (tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args), last, compiled_library.threads())
         # A workspace that no other thread uses.
         with self._lock:
             idle = self._workspaces.get(key)
             work = idle.pop() if idle else None
         if work is None:
-            compiled = library()
-            assert compiled is not None, missing()
+            compiled = compiled_library.library()
+            assert compiled is not None, compiled_library.missing()
             work = Workspace(compiled, last)
         try:
             run = Run(work, dict(zip(plan.placeholders, args, strict=True)), self._modules_by_name)
@@ -222,13 +221,13 @@ class FusedModel(nn.Module):
         with self._lock:
             self._workspaces.clear()
             self._modules_by_name = dict(self.model.named_modules())
-            plan = self._plan = _plan_of(self.model, self._examples) if library() is not None else None
+            plan = self._plan = _plan_of(self.model, self._examples) if compiled_library.library() is not None else None
             if plan is not None:
                 self._stamp = self._stamp_of(plan.names)
             return plan
 
     def _stamp_of(self, names: tuple[str, ...]) -> Any:
-        stamp: list[Any] = [library()]
+        stamp: list[Any] = [compiled_library.library()]
         for name in names:
             parameters = self._modules_by_name[name]._parameters
             weight, bias = vars(parameters["weight"]), parameters["bias"]
@@ -282,7 +281,7 @@ def fuse_convolutions(model: nn.Module, *example_inputs: Any) -> FusedModel:
         raise ValueError("fuse_convolutions: the model is in training mode; call model.eval() first")
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(example_inputs)):
         raise ValueError("fuse_convolutions: give example inputs of the model's forward")
-    if reason := missing():
+    if reason := compiled_library.missing():
         raise ValueError(f"fuse_convolutions: needs the compiled CPU kernels: {reason}")
     plan = _plan_of(model, example_inputs)
     if not plan.fused:

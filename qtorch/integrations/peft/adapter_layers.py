@@ -71,21 +71,17 @@ def _embedding(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kw
     return norm_scale * result + of_adapter
 
 
-FORWARDS = {
-    variants.DoraLinearVariant: _linear_or_conv,
-    variants.DoraConv1dVariant: _linear_or_conv,
-    variants.DoraConv2dVariant: _linear_or_conv,
-    variants.DoraConv3dVariant: _linear_or_conv,
-    variants.DoraEmbeddingVariant: _embedding,
-}
-"""Variants whose forward looks at the base weight -> that forward for quantized weights."""
-
-
 VARIANTS = {
     variant: type(f"Quantized{variant.__name__}", (variant,), {"forward": staticmethod(forward)})
-    for variant, forward in FORWARDS.items()
+    for variant, forward in (
+        (variants.DoraLinearVariant, _linear_or_conv),
+        (variants.DoraConv1dVariant, _linear_or_conv),
+        (variants.DoraConv2dVariant, _linear_or_conv),
+        (variants.DoraConv3dVariant, _linear_or_conv),
+        (variants.DoraEmbeddingVariant, _embedding),
+    )
 }
-"""Variant -> its class for quantized weights."""
+"""Variant whose forward looks at the base weight -> its class for quantized weights."""
 
 
 # What becomes of a quantized weight when adapters are merged into it.

@@ -12,8 +12,7 @@ from transformers import core_model_loading
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from ...dtypes import QuantizedTensor
-from .loading_plan import Plan
-from .stored_weights import StoredWeights, placed
+from .loading_plan import Plan, StoredWeights, placed
 from .versions import apply_renamings
 
 

@@ -25,9 +25,8 @@ from ...training.weights import codes, master
 from ...training.weights.base import TrainingWeight
 from ..plain_state import plain_state
 from . import experts_interface
-from .loading_plan import Plan
+from .loading_plan import Plan, StoredWeights, prepare
 from .quantization_config import QtorchConfig, name_on_hub
-from .stored_weights import StoredWeights, prepare
 from .versions import ignore_unexpected
 
 

@@ -19,7 +19,7 @@ from qtorch.checkpoint.formats.transformers_folder import Index, quantization_co
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.transformers import QtorchConfig
 from qtorch.integrations.transformers.conversions import StoredNames
-from qtorch.integrations.transformers.stored_weights import StoredWeights
+from qtorch.integrations.transformers.loading_plan import StoredWeights
 from qtorch.recipes.base import WeightRecipe
 from tests.integrations.transformers.tiny_models import I4, I8, assert_same, build
 

@@ -86,11 +86,11 @@ class GgufFile:
         """`nbytes` bytes from `start` on of the data of a tensor, uint8."""
         offset = self.tensors[name].offset + start
         if offset + nbytes > self.size:
-            raise ValueError(f"{self.path}: truncated: {name} ends at {offset + nbytes}, the file at {self.size}")
+            raise ValueError(f"truncated: its data ends at {offset + nbytes}, the file at {self.size}")
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._file.seek(offset)
         if self._file.readinto(data_of(tensor)) != nbytes:
-            raise ValueError(f"{self.path}: truncated: it ends before the data of {name} does")
+            raise ValueError("truncated: it ends before the data does")
         return tensor
 
 
