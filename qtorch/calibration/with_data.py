@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..model.install import all_or_nothing, restored
 from ..model.report import CalibrationEstimate, CalibrationReport, TransformReport
-from ..model.targets import Target
+from ..model.targets import Refused, Target
 from ..primitives.jsonable import construct
 from ..recipes.base import Calibrated, Recipe
 from .data import Data, collect
@@ -42,8 +42,8 @@ def made_in_order(
     chosen = in_order(targets)
     if not chosen:
         if resume is not None:
-            raise ValueError(
-                "quantize_: resume= is for recipes that calibrate in the order of the model, such as "
+            raise Refused(
+                "resume= is for recipes that calibrate in the order of the model, such as "
                 "gptq(int4_weight_only(), batches); leave it out"
             )
         return {}
@@ -81,9 +81,7 @@ def shared_data(targets: Sequence[Target[Recipe]]) -> Data:
     """The data of these targets."""
     found = [target.recipe.data for target in targets if target.recipe is not None]
     if found[0] is None or any(other is None or other.batches is not found[0].batches for other in found):
-        raise ValueError(
-            "quantize_: recipes that calibrate in the order of the model take the same data; the model is unchanged"
-        )
+        raise Refused("recipes that calibrate in the order of the model take the same data; nothing is changed")
     return found[0]
 
 
@@ -116,9 +114,9 @@ def transformed(
     for other in recipes[1:]:
         same_data = first.data is not None and other.data is not None and first.data.batches is other.data.batches
         if tuple(other.transforms) != tuple(first.transforms) or not same_data:
-            raise ValueError(
-                "quantize_: transforms change the whole model: all recipes that have any take the same ones, and the "
-                "same data; the model is unchanged"
+            raise Refused(
+                "transforms change the whole model: all recipes that have any take the same ones, and the same data; "
+                "nothing is changed"
             )
     with (all_or_nothing if keep else restored)(model.modules()):
         reports = first.transform(model, targets)

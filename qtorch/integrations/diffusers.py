@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..checkpoint.formats.transformers_folder import read_recipe, recipe_json
 from ..dtypes import QuantizedTensor, serialize
 from ..model.module_repr import show_quantized, with_codes_counted
-from ..model.targets import Target, find_targets
+from ..model.targets import Target, find_targets, named_errors
 from ..quantize_api import dequantize_
 from ..recipes.base import Recipe
 from .plain_state import plain_state
@@ -103,6 +103,7 @@ class QtorchQuantizer(DiffusersQuantizer):
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
         return torch.int8
 
+    @named_errors("QtorchConfig")
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config: Any = self.quantization_config
         if self.pre_quantized:

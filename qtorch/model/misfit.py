@@ -15,7 +15,7 @@ from ..dtypes import PaddedWeight, QuantizedTensor
 from ..primitives import LinearSpec
 from ..primitives.granularity import IndivisibleError
 from ..recipes.base import Recipe, WeightRecipe, register_recipe
-from .targets import Target
+from .targets import Refused, Target
 
 if TYPE_CHECKING:
     from ..calibration.statistics import Statistics
@@ -77,7 +77,7 @@ Check = Callable[[Recipe, Target[Any]], None]
 def choose(targets: Sequence[Target[Any]], on_misfit: str, check: Check = Recipe.check_target) -> None:
     """Give each target one recipe that fits it, if there is one: of a tuple the first, else as `on_misfit` says."""
     if on_misfit not in get_args(OnMisfit):
-        raise ValueError(f"quantize_: on_misfit is {', '.join(map(repr, get_args(OnMisfit)))}, got {on_misfit!r}")
+        raise Refused(f"on_misfit is {', '.join(map(repr, get_args(OnMisfit)))}, got {on_misfit!r}")
     for target in targets:
         if isinstance(target.recipe, tuple):
             _give(target, _first(target, target.recipe, check), "None is the first of its recipes that fits")

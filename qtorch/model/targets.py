@@ -8,7 +8,8 @@ names. A tied weight is one parameter in several slots: one `Target`, quantized 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,20 @@ from .install import QuantizationState, is_sharded
 from .weight_kinds import KINDS, LINEAR_KINDS, UNKNOWN, WeightKind, kind_in
 
 R = TypeVar("R")
+
+
+class Refused(ValueError):
+    """What was asked for cannot be done; see `named_errors`."""
+
+
+@contextmanager
+def named_errors(function: str) -> Iterator[None]:
+    """Decorator of a public function: what is `Refused` inside is a `ValueError` that begins with its name."""
+    try:
+        yield
+    except Refused as error:
+        raise ValueError(f"{function}: {error}") from error
+
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -119,7 +134,7 @@ def find_targets(
         recipes = {slot.label: slot.recipe for slot in target.slots if slot.recipe is not None or slot.refused}
         if len(set(recipes.values())) > 1:
             what = ", ".join(f"{label}: {recipe}" for label, recipe in recipes.items())
-            raise ValueError(f"quantize_: a tied weight takes one recipe, got different ones: {what}")
+            raise Refused(f"a tied weight takes one recipe, got different ones: {what}")
     return list(found.values())
 
 
@@ -155,9 +170,7 @@ def _exclude_by_kind(slots: list[Slot[R]], targets: object) -> None:
     for word in words:
         if not isinstance(word, str) or (word != "all" and word not in KINDS):
             known = ", ".join(map(repr, ["all", *sorted(KINDS)]))
-            raise ValueError(
-                f"quantize_: targets is one or some of {known}, or what find_uses(...) returns; got {word!r}"
-            )
+            raise Refused(f"targets is one or some of {known}, or what find_uses(...) returns; got {word!r}")
         included |= KINDS if word == "all" else LINEAR_KINDS if word == "linear" else {word}
     for slot in slots:
         name = slot.kind.name
@@ -199,13 +212,11 @@ def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -
 def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filter_fn: Filter | None) -> None:
     names = {name for slot in slots for name in (slot.name, slot.label)}
     for key in recipes:
-        if not isinstance(key, str):
-            raise TypeError(f"quantize_: the mapping takes names and regular expressions, got {key!r}")
         try:
             re.compile(key)
         except re.error as error:
             if key not in names:
-                raise ValueError(f"quantize_: {key!r} is neither a name nor a regular expression: {error}") from error
+                raise Refused(f"{key!r} is neither a name nor a regular expression: {error}") from error
     unmatched, unused = set(recipes), set(recipes)
     for slot in slots:
         matching = [key for key in recipes if _matches(key, slot)]
@@ -227,10 +238,10 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
             slot.recipe = recipes[found[0]]
     for key in recipes:
         if key in unmatched:
-            raise ValueError(_why_unmatched(key, slots))
+            raise Refused(_why_unmatched(key, slots))
     if unused:
         shadowed = ", ".join(repr(key) for key in recipes if key in unused)
-        raise ValueError(f"quantize_: {shadowed}: taken by entries before it; the first entry that matches wins")
+        raise Refused(f"{shadowed}: all that it matches is taken by entries before it; the first that matches wins")
 
 
 def is_asked_by_name(key: str, slot: Slot[Any]) -> bool:
@@ -265,7 +276,7 @@ def _why_unmatched(key: str, slots: list[Slot[R]]) -> str:
     some += ", ..." if len(by_wildcard or slots) > 4 else ""
     if by_wildcard:
         return (
-            f"quantize_: {key!r} matches {some} by a wildcard alone, which selects what multiplies like "
+            f"{key!r} matches {some} by a wildcard alone, which selects what multiplies like "
             "a linear layer; ask for them by their last name, as "
             r'r".*\.experts\.(gate_up_proj|down_proj)" does, or with targets="all"'
         )
@@ -275,4 +286,4 @@ def _why_unmatched(key: str, slots: list[Slot[R]]) -> str:
         if all(slot.kind.obstacle for slot in inside):
             hint = f"{inside[0].label} {inside[0].kind.obstacle}"
     what = "linear layer, embedding, convolution or parameter of two or more dimensions"
-    return f"quantize_: {key!r} matches no {what}. {hint}"
+    return f"{key!r} matches no {what}. {hint}"

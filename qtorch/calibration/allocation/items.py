@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...model.targets import Filter, Target, find_targets
+from ...model.targets import Filter, Target, find_targets, named_errors
 from ...primitives import MinMaxRule
 from ...recipes.base import Recipe, WeightRecipe
 from .allocation import Row, candidate_name
@@ -65,6 +65,7 @@ class Item:
         return Row(self.name, tuple(also), shape, matrix.numel(), names, *costs, self.unfit)
 
 
+@named_errors("allocate")
 def find_items(
     model: nn.Module, candidates: Candidates, filter_fn: Filter | None, *, experts: bool = True
 ) -> list[Item]:

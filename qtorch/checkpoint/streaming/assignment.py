@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...dtypes.joining import shares_scales
 from ...model.misfit import OnMisfit, choose
-from ...model.targets import Reach, Target, find_targets
+from ...model.targets import Reach, Refused, Target, find_targets
 from ...quantize_api import check_targets, place
 from ...recipes.base import Recipe, WeightRecipe
 from ..formats import compressed_tensors, transformers_folder
@@ -153,11 +153,11 @@ def assign(
     choose(targets, on_misfit, _check)
     chosen = [target for target in targets if target.recipe is not None]
     if not chosen:
-        raise ValueError("quantize_checkpoint: nothing to quantize: no linear layer in floating point")
+        raise Refused("nothing to quantize: no linear layer in floating point")
     place(chosen)
     if format == compressed_tensors.config_groups.METHOD:
         _complete(chosen, source)
-    check_targets("quantize_checkpoint", chosen, _check, "\nnothing is written")
+    check_targets(chosen, _check, "\nnothing is written")
     if format == transformers_folder.TransformersFormat.name:
         _check_joined({target.slots[0].name: target.recipe for target in targets})
     return {target.slots[0].name: target for target in targets}
@@ -184,11 +184,11 @@ def _check_joined(recipes: Mapping[str, Recipe | None]) -> None:
     """Check that transformers can join the experts of a layer as they were if the model had been quantized."""
     for names in joined_in_models(recipes):
         asked = list(dict.fromkeys(recipes[name] for name in names))
-        where = f"quantize_checkpoint: {names[0]} to {names[-1]}: transformers joins these experts in one parameter"
+        where = f"{names[0]} to {names[-1]}: transformers joins these experts in one parameter"
         if len(asked) > 1:
-            raise ValueError(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
+            raise Refused(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
         if isinstance(asked[0], WeightRecipe) and shares_scales(asked[0].linear_spec().weight):
-            raise ValueError(
+            raise Refused(
                 f"{where}, whose scales of {asked[0]} are found together; ask for scales per row or group alone "
                 "(nf4_weight_only(double_quantize=False)), or for format='qtorch', or load the float model with "
                 "quantization_config=QtorchConfig(...) and save that"

@@ -18,7 +18,7 @@ from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, flo
 from ...calibration.with_data import progress_in, shared_data
 from ...dtypes.joining import cut
 from ...model.report import CalibrationEstimate, CalibrationReport
-from ...model.targets import Target
+from ...model.targets import Refused, Target
 from ...recipes.base import Calibrated, Recipe
 from ..part_file import Damaged
 from ..sources import Source
@@ -115,11 +115,11 @@ class CalibratedWeights:
         for stored, target in self.targets.items():
             name, _ = self._places.setdefault(stored, (firsts.get(stored, stored), None))
             if found.setdefault(name, target).recipe != target.recipe:
-                raise ValueError(f"quantize_checkpoint: the experts in {name} of the model take one recipe")
+                raise Refused(f"the experts in {name} of the model take one recipe")
         for name in found.keys() & fused.keys():
             missing = [part for parts in fused[name] for part in parts if part not in self.targets]
             if missing:
-                raise ValueError(f"quantize_checkpoint: {missing[0]} is one of the experts in {name} and has no recipe")
+                raise Refused(f"{missing[0]} is one of the experts in {name} and has no recipe")
         return found
 
     @contextmanager
@@ -142,7 +142,7 @@ class CalibratedWeights:
                 places.setdefault(id(tensor), []).append((module, attribute))
             parameters = dict(model.named_parameters())
             if unknown := sorted(recipes.keys() - parameters.keys()):
-                raise ValueError(f"quantize_checkpoint: the model has no parameter {', '.join(unknown[:4])}")
+                raise Refused(f"the model has no parameter {', '.join(unknown[:4])}")
             targets = []
             for name, target in recipes.items():
                 parent, parameter = name.rpartition(".")[0], parameters[name]

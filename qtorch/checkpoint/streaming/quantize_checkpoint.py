@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ...dtypes import QuantizedTensor
 from ...model.misfit import OnMisfit
 from ...model.report import QUANTIZED_BEFORE, LayerReport, QuantizeReport, quantized_row, skipped_row
-from ...model.targets import Reach
+from ...model.targets import Reach, named_errors
 from ...primitives.files import naming
 from ...quantize_api import check_are_recipes
 from ...recipes.base import Recipe
@@ -42,6 +42,7 @@ _MAX_NAME = 200
 Transform = Callable[[str, Tensor], tuple[Tensor, LayerReport | None]]
 
 
+@named_errors("quantize_checkpoint")
 def quantize_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -22,7 +22,7 @@ from ...model.explain import problem_of
 from ...model.misfit import choose as choose_fitting
 from ...model.module_repr import get_model_size_in_bytes
 from ...model.report import QuantizeReport, skipped_row
-from ...model.targets import Target, find_targets, is_asked_by_name
+from ...model.targets import Target, find_targets, is_asked_by_name, named_errors
 from ...quantize_api import check_targets, place, quantize_
 from ...recipes.base import Recipe, WeightRecipe
 from ...training.weights.base import TrainingWeight
@@ -36,6 +36,7 @@ class Plan:
     data, are loaded in floating point. `batches` of `QtorchConfig(calibration=...)` are filled in when the model is
     loaded."""
 
+    @named_errors("QtorchConfig")
     def __init__(self, model: Any, config: QtorchConfig) -> None:
         known = list(config.recipe.values()) if isinstance(config.recipe, dict) else [config.recipe]
         if not known or not all(isinstance(each, Recipe) or (each is None and len(known) > 1) for each in known):
@@ -59,7 +60,7 @@ class Plan:
         if not asked:
             raise ValueError(f"QtorchConfig: no weight of {type(model).__name__} is left to quantize")
         place(asked)
-        check_targets("QtorchConfig", asked, _check_form)
+        check_targets(asked, _check_form)
         recipes = {target.slot.name: target.recipe for target in asked if target.recipe is not None}
         self.trained = {name: recipe for name, recipe in recipes.items() if recipe.trains}
         self.calibrated = {name: recipe for name, recipe in recipes.items() if recipe.data is not None}

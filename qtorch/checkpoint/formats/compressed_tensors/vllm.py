@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....model.install import check_model
-from ....model.targets import Target, find_targets
+from ....model.targets import Target, find_targets, named_errors
 from ....recipes.base import Recipe
 from ....recipes.mx import Nvfp4WeightOnly, shared_tensor_scale
 from ...stacked_experts import is_fused
@@ -29,6 +29,7 @@ NOT_QUANTIZED = ("gate", "router", "shared_expert_gate", "lm_head", "embed_out",
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+@named_errors("recipes_for_vllm")
 def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None]) -> dict[str, Recipe]:
     """Recipes for `quantize_`, by name, that make weights which vLLM serves with exactly these numbers.
 
