@@ -20,6 +20,7 @@ from ..formats import compressed_tensors, transformers_folder
 from ..hf_folder import CONFIG
 from ..sources import Contents, Source
 from ..stacked_experts import is_fused, joined_in_models
+from ..tensor_file import OWN_FORMAT
 
 # A model without data that has the tensors of a checkpoint, so that recipes are assigned to it as to any model.
 #
@@ -36,7 +37,7 @@ TABLES = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "codebook
 """Last names of modules that hold a table, beside those with "embed" in them."""
 
 HEADS_AND_ROUTERS = frozenset({*compressed_tensors.vllm.NOT_QUANTIZED, "classifier"})
-"""Last names of linear layers that a single recipe leaves alone: heads, and the routers of mixtures of experts."""
+"""Last names of heads and routers, which other packages that read a folder leave in floating point."""
 
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
 """Values of `model_type` whose linear layers are `Conv1D`, with weights (in features, out features)."""
@@ -128,7 +129,7 @@ def _connect(modules: dict[str, nn.Module], path: str) -> nn.Module:
     return modules[path]
 
 
-_HEAD = "a head or a router; ask for it by name"
+_HEAD = "a head or a router, in floating point for the readers of the format {!r}; ask for it by name"
 
 
 def assign(
@@ -146,10 +147,10 @@ def assign(
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))
     targets: list[Target[Recipe]] = find_targets(model, recipe, None, reach)
-    if not isinstance(recipe, Mapping) and reach != "all":
+    if format != OWN_FORMAT and not isinstance(recipe, Mapping) and reach != "all":
         for slot in [target.slot for target in targets]:
             if slot.kind.name == "linear" and slot.module_name.rpartition(".")[2] in HEADS_AND_ROUTERS:
-                slot.recipe, slot.reason = None, _HEAD
+                slot.recipe, slot.reason = None, _HEAD.format(format)
     choose(targets, on_misfit, _check)
     chosen = [target for target in targets if target.recipe is not None]
     if not chosen:

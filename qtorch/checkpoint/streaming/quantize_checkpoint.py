@@ -69,8 +69,9 @@ def quantize_checkpoint(
             tokenizer of `src`.
         recipe: one recipe, or an ordered mapping from names to recipes as for `quantize_`. A linear layer is what has a
             `weight` of two axes; embeddings, the experts of a mixture in one parameter, and which way around a weight
-            is stored are told by names and ``config.json`` (see `streaming.assignment`). One recipe leaves heads
-            (``lm_head``) and routers alone; ask for them by name, or with ``targets="all"``.
+            is stored are told by names and ``config.json`` (see `streaming.assignment`). As by `quantize_`, heads
+            (``lm_head``) are quantized and routers are not; in the formats of other packages, whose readers expect it,
+            one recipe leaves heads alone, too: ask for them by name, or with ``targets="all"``.
         targets: what the recipe reaches, a word or some as for `quantize_`.
         on_misfit: as for `quantize_`.
         format: ``"qtorch"``, ``"transformers"`` or ``"compressed-tensors"``, as for `save_quantized`.
