@@ -47,8 +47,8 @@ def nvfp4_parts(packed: Tensor, scale: Tensor, of_scale: Tensor) -> tuple[Tensor
 
 
 _ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "MIXED_PRECISION")
-_NOT_PARAMETERS = (".input_scale", ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
-_NOT_PARAMETERS += (".k_bmm_quantizer._amax", ".v_bmm_quantizer._amax")
+_NOT_PARAMETERS: tuple[str, ...] = (".input_scale", ".k_scale", ".v_scale", ".k_proj.output_scale")
+_NOT_PARAMETERS += (".v_proj.output_scale", ".k_bmm_quantizer._amax", ".v_bmm_quantizer._amax")
 
 
 @register_source
