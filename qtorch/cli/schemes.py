@@ -48,7 +48,9 @@ def matrices(arguments: argparse.Namespace) -> list[Matrix]:
 
 def _assigned(arguments: argparse.Namespace, source: Source, contents: Mapping[str, Contents]) -> list[Matrix]:
     config, reach = partial.model_config(arguments.path), asked_targets(arguments)
-    targets = assignment.assign(contents, asked_recipe(arguments), source, config, "qtorch", reach, arguments.on_misfit)
+    # As `qtorch quantize` writes it by default.
+    format = "transformers" if (arguments.path / "config.json").is_file() else "qtorch"
+    targets = assignment.assign(contents, asked_recipe(arguments), source, config, format, reach, arguments.on_misfit)
     found = []
     for name, target in targets.items():
         recipe: Any = target.recipe
