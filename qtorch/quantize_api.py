@@ -22,7 +22,7 @@ from .model.misfit import Check, OnMisfit, coarser
 from .model.misfit import choose as choose_fitting
 from .model.module_repr import get_model_size_in_bytes, show_quantized
 from .model.report import QuantizeReport, quantized_row, skipped_row, why_nothing
-from .model.targets import Filter, Reach, Target, find_targets
+from .model.targets import Filter, Reach, Refused, Target, find_targets, named_errors
 from .primitives.discovery import import_later
 from .primitives.granularity import IndivisibleError
 from .primitives.tracing import outside_graphs
@@ -52,6 +52,7 @@ def __getattr__(name: str) -> Any:
 
 @torch.no_grad()
 @outside_graphs("quantize_ replaces the parameters of a model: call it before the compiled function")
+@named_errors("quantize_")
 def quantize_(
     model: nn.Module,
     recipe: Recipe | Mapping[str, Recipe | tuple[Recipe | None, ...] | None],
@@ -134,7 +135,7 @@ def quantize_(
         if device is not None:
             check_has_values(target.parameter, recipe)
 
-    check_targets("quantize_", found, check, "\nthe model is unchanged")
+    check_targets(found, check, "\nthe model is unchanged")
     before = get_model_size_in_bytes(model)
     elements = _elements(model, found)
     # Imported here: most recipes look at no data.
@@ -225,6 +226,8 @@ def check_are_recipes(function: str, recipe: Any) -> None:
     if isinstance(recipe, Mapping):
         tuples = [given if given and isinstance(given, tuple) else (given,) for given in recipe.values()]
         all_given = [each for alternatives in tuples for each in alternatives if each is not None]
+        if wrong := [key for key in recipe if not isinstance(key, str)]:
+            raise TypeError(f"{function}: the mapping takes names and regular expressions, got {wrong[0]!r}")
     for given in all_given:
         if isinstance(given, Recipe):
             try:
@@ -275,12 +278,8 @@ def place(targets: list[Target[Recipe]]) -> None:
             target.slot.recipe = recipe.placed(index, len(group))
 
 
-def check_targets(function: str, targets: list[Target[Recipe]], check: Check, outcome: str = "") -> None:
-    """Raise one `ValueError`, which names `function`, for all targets that `check` refuses.
-
-    Args:
-        outcome: what the message says after the problems.
-    """
+def check_targets(targets: list[Target[Recipe]], check: Check, outcome: str = "") -> None:
+    """Raise one `Refused` for all targets that `check` refuses; the message says `outcome` after the problems."""
     problems: dict[str, Target[Recipe] | None] = {}
     for target in targets:
         if target.recipe is not None:
@@ -293,7 +292,7 @@ def check_targets(function: str, targets: list[Target[Recipe]], check: Check, ou
     if not problems:
         return
     more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-    message = f"{function}: " + "\n".join(list(problems)[:8]) + more + outcome
+    message = "\n".join(list(problems)[:8]) + more + outcome
     indivisible = [target for target in problems.values() if target is not None][:8]
     if indivisible:
         message += '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before others:'
@@ -303,4 +302,4 @@ def check_targets(function: str, targets: list[Target[Recipe]], check: Check, ou
         fitting = coarser(target, recipe, check)
         entry = f"{fitting},  # or None" if fitting is not recipe else "None,"
         message += f'\n"{target.slot.label}": {entry}'
-    raise ValueError(message)
+    raise Refused(message)

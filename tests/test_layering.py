@@ -194,7 +194,7 @@ COMPARED = {
     "dtypes/parameter.py",
     "integrations/fusion/fused_model.py",
     "integrations/plain_state.py",
-    "integrations/transformers/stored_weights.py",
+    "integrations/transformers/loading_plan.py",
     "kernels/cpu/weight.py",
     "kernels/cuda/triton/int8_scaled_mm.py",
     "kernels/cuda/triton/launch.py",

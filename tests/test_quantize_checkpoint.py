@@ -39,11 +39,11 @@ def test_the_stored_tensors_are_equal(recipe: object, source: Path, tmp_path: Pa
     assert_same(stored(tmp_path / "q.safetensors"), expected(tmp_path / "wanted.safetensors", recipe))
     assert {layer.name for layer in report.quantized} == {
         "odd.weight",
+        "lm_head.weight",
         *(f"layers.{i}.{name}.weight" for i in range(2) for name in ("q_proj", "down_proj")),
     }
     assert all(10 < layer.sqnr < 60 for layer in report.quantized)
     reasons = {layer.name: layer.detail for layer in report.skipped}
-    assert "head" in reasons["lm_head.weight"]
     assert "embedding" in reasons["embed_tokens.weight"]
     assert not list(tmp_path.glob(".*"))
 
@@ -88,6 +88,17 @@ def test_a_header_without_room(source: Path, tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
+def test_heads_are_left_where_readers_expect_it(format: str, source: Path, tmp_path: Path) -> None:
+    target, recipe = tmp_path / ("q.safetensors" if format == "qtorch" else "q"), qtorch.int8_weight_only()
+    left = quantize_checkpoint(source, target, recipe, format=format, dry_run=True).skipped
+    reason = {layer.name: layer.detail for layer in left}.get("lm_head.weight", "")
+    assert reason.startswith("" if format == "qtorch" else "a head or a router, in floating point for the readers of")
+    for given, reach in ((recipe, "all"), ({"lm_head": recipe}, "linear"), ({".*": recipe}, "linear")):
+        found = quantize_checkpoint(source, target, given, targets=reach, format=format, dry_run=True)
+        assert "lm_head.weight" in {layer.name for layer in found.quantized}
+
+
 def test_dry_run(source: Path, tmp_path: Path) -> None:
     recipe = qtorch.int8_weight_only()
     tried = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, dry_run=True)
@@ -100,7 +111,7 @@ def test_what_is_quantized_already_is_kept(source: Path, tmp_path: Path) -> None
     quantize_checkpoint(source, tmp_path / "a.safetensors", {r".*q_proj": qtorch.int8_weight_only()})
     report = quantize_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", qtorch.nf4_weight_only())
     model = decoder()
-    quantize_(model, {r".*q_proj": qtorch.int8_weight_only(), "lm_head": None, ".*": qtorch.nf4_weight_only()})
+    quantize_(model, {r".*q_proj": qtorch.int8_weight_only(), ".*": qtorch.nf4_weight_only()})
     save_quantized(model, tmp_path / "wanted.safetensors")
     assert_same(stored(tmp_path / "b.safetensors"), stored(tmp_path / "wanted.safetensors"))
     assert sum(layer.detail == "is quantized already" for layer in report.layers) == 2

@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from qtorch import int4_weight_only, int8_weight_only, quantize_
+from qtorch import int4_weight_only, int8_weight_only, quantize_, quantize_checkpoint
+from qtorch.calibration import gptq
 from qtorch.recipes.base import Recipe
+from tests.float_checkpoints import decoder, save_shards
 from tests.quantize_model import INT8, Mlp, same, state_of
 
 
@@ -46,7 +50,7 @@ def with_weight(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]
         (with_weight(lambda w: w.to(torch.float8_e4m3fn)), INT8, "this one is torch.float8_e4m3fn"),
         (with_value(float("nan")), INT8, "has 2 values of 6144 that are NaN or infinite"),
         (with_value(float("-inf")), INT8, "has 2 values of 6144 that are NaN or infinite"),
-        (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device and has no values to quantize"),
+        (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device, without values to quantize"),
         (lambda layer: nn.LazyLinear(64), INT8, "the weight is not initialized yet; run the model once"),
         (
             lambda layer: quantize_(layer, INT8) and None,
@@ -141,3 +145,29 @@ def test_nothing_to_quantize(model: nn.Module, recipe: object, filter_fn: object
     with pytest.raises(ValueError, match=re.escape(f"quantize_: nothing to quantize: {why}")):
         quantize_(model, recipe, filter_fn, device="meta")  # had it been moved, it would have lost its weights
     assert same(before, state_of(model))
+
+
+@pytest.mark.parametrize("function", [quantize_, quantize_checkpoint])
+@pytest.mark.parametrize(
+    ("recipe", "options", "words"),
+    [
+        ("int8", {}, "takes a recipe such as"),
+        ({1: INT8}, {}, "the mapping takes names and regular expressions, got 1"),
+        ({"*.q_proj": INT8}, {}, "is neither a name nor a regular expression"),
+        ({"haed": INT8}, {}, "'haed' matches no linear layer"),
+        ({r"layers\..*": INT8, "layers.0.q_proj": INT8}, {}, "taken by entries before it"),
+        ({".*": None}, {}, "nothing to quantize"),
+        (INT8, {"targets": "lines"}, "targets is one or some of"),
+        (INT8, {"on_misfit": "round"}, "on_misfit is 'error', 'pad'"),
+        (int4_weight_only(group_size=48), {}, 'on_misfit="coarser" accepts them'),
+        ({"layers.0.q_proj": gptq(INT8, [1]), "layers.1.q_proj": gptq(INT8, [2])}, {}, "take the same data"),
+    ],
+)
+def test_errors_name_the_function_that_was_called(
+    function: Any, recipe: object, options: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    given: Any = (decoder(),)
+    if function is quantize_checkpoint:
+        given = save_shards(decoder().state_dict(), tmp_path / "float", 1), tmp_path / "q.safetensors"
+    with pytest.raises((ValueError, TypeError), match=f"(?s)^{function.__name__}: .*{re.escape(words)}"):
+        function(*given, recipe, **options)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor, quantized_type
 from ..model.report import CalibrationReport, TransformReport
-from ..model.targets import Target
+from ..model.targets import Refused, Target
 from ..primitives import CodebookSpec, LinearSpec, QuantSpec, RotatedSpec
 from ..recipes.base import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from .data import Data
@@ -139,10 +139,8 @@ def combined_report(reports: Sequence[CalibrationReport]) -> CalibrationReport:
 
 
 class StaticActivation(NamedTuple):
-    """The fixed scale of a static activation, (1, 1), as an observer chooses it or as the recipe gives it.
-
-    `range` is (low, high) of the reals that the codes stand for, from so many rows; None if the scale was given.
-    """
+    """The fixed scale of a static activation, (1, 1), as an observer chooses it or as the recipe gives it; `range` is
+    (low, high) of the reals that the codes stand for, seen in so many rows, None if the scale was given."""
 
     spec: QuantSpec
     scale: Tensor
@@ -318,7 +316,7 @@ class CalibratedRecipe(WeightRecipe):
                 of_experts: Any = {} if others else statistics
                 rounded = [self._round(part, of_experts.get(index, others)) for index, part in enumerate(matrix)]
         except ValueError as error:
-            raise ValueError(f"quantize_: {target.slot.label}: {error}; the model is unchanged") from error
+            raise Refused(f"{target.slot.label}: {error}; nothing is changed") from error
 
         def as_parameter(parts: Sequence[Tensor]) -> Tensor:
             whole = parts[0] if matrix.dim() == 2 else torch.stack(list(parts))

@@ -26,16 +26,9 @@ Key = tuple[int, "int | None"]
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """One product of an input with a weight.
-
-    Attributes:
-        weight: the parameter.
-        expert: index into a weight (E, N, K) of which only one matrix is used; None for a whole matrix (N, K).
-        input: the tensor that the caller gave; weights of one input share statistics.
-        rows: the inputs as rows (M, K), in pieces.
-        transposed: the sum runs over another axis than such products do: the last but one of a weight (N, K), or the
-            last of one that is stored as (K, N).
-    """
+    """One product of an input with a weight, or with its matrix `expert`; `rows` gives the inputs as rows (M, K), in
+    pieces. It is `transposed` where the sum runs over another axis than such products do: the last but one of a weight
+    (N, K), or the last of one that is stored as (K, N). Weights of one `input` share statistics."""
 
     weight: Tensor
     expert: int | None
@@ -70,14 +63,9 @@ def memory_has_moved() -> None:
 
 
 class UseRecorder(TorchFunctionMode):
-    """Call `seen` with each `Use` of one of `weights`.
-
-    Args:
-        weights: the parameters. A quantized one has no memory of its own, so views of it are not recognized.
-        transposed: ids of the parameters that are stored as (K, N): products sum over their last axis but one.
-        added: called as ``added(weight, residual)`` where the output of a product is added to another tensor of its
-            shape, as at the end of a residual branch.
-    """
+    """Call `seen` with each `Use` of one of `weights`; a quantized one has no memory of its own, so views of it are not
+    recognized. `transposed` has the ids of parameters that are stored as (K, N). ``added(weight, residual)`` is called
+    where the output of a product is added to another tensor of its shape, as at the end of a residual branch."""
 
     def __init__(
         self,

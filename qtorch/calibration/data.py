@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .captures import Use, UseRecorder
 from .statistics import Statistic, Statistics
@@ -16,14 +17,7 @@ from .statistics import Statistic, Statistics
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Batches of inputs of a model, and how to call it with one.
-
-    Attributes:
-        batches: a mapping is passed as keyword arguments, a tuple or list as arguments, others as the only argument.
-        forward: called as ``forward(model, batch)`` instead of the model.
-        mask: batch -> (sequences, tokens), true or 1 for tokens that count; by default the ``attention_mask`` of a
-            mapping.
-    """
+    """Batches of inputs of a model, and how to call it with one; see `calibrated`."""
 
     batches: Iterable[Any]
     forward: Callable[[nn.Module, Any], Any] | None = None
@@ -50,6 +44,14 @@ class Data:
         if not batches:
             raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
         return batches
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors in the output of a model or a block that are in floating point."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(output):
+        leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @contextmanager
@@ -86,16 +88,10 @@ def run_batches(model: nn.Module, data: Data, after_each: Callable[[], None] | N
 
 
 def collect(
-    model: nn.Module,
-    data: Data,
-    wanted: Mapping[Tensor, Sequence[type[Statistic]]],
-    transposed: Collection[int] = (),
+    model: nn.Module, data: Data, wanted: Mapping[Tensor, Sequence[type[Statistic]]], transposed: Collection[int] = ()
 ) -> dict[Tensor, Statistics]:
-    """The statistics of the inputs of weights that are wanted of each parameter, over all batches; the model stays.
-
-    A layer that is shared or called in a loop gets the inputs of all calls. `transposed` has the ids of the parameters
-    that are stored as (K, N), with inputs of size K.
-    """
+    """The statistics of the inputs of weights that are wanted of each parameter, over all batches; the model stays. A
+    layer that is shared or called in a loop gets the inputs of all calls. `transposed`: see `UseRecorder`."""
     found: dict[Tensor, Statistics] = {p: {kind: kind() for kind in kinds} for p, kinds in wanted.items()}
 
     def seen(use: Use) -> None:

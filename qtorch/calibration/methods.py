@@ -116,11 +116,7 @@ Method = str | Callable[[Any, Iterable[Any]], Any]
 
 
 def with_data(recipe: Any, batches: Iterable[Any], method: Method) -> Any:
-    """The recipe, or the mapping from names to recipes, by a method; recipes that have data, and None, stay.
-
-    Raises:
-        ValueError: there is no such method, or a recipe cannot be calibrated.
-    """
+    """The recipe, or the mapping from names to recipes, by a method; recipes that have data, and None, stay."""
     if isinstance(method, str) and method not in METHODS:
         raise ValueError(f"calibration: there is no method {method!r}; known are {', '.join(sorted(METHODS))}")
     make = METHODS[method] if isinstance(method, str) else method

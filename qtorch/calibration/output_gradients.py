@@ -26,16 +26,12 @@ from .captures import GROUPED, Key, Use, UseRecorder
 
 
 class OutputGradients(UseRecorder):
-    """A mode under which a model runs forward; a backward pass then adds to `squares`.
+    """A mode under which a model runs forward; a backward pass then adds to `squares`, the sum of squared gradients of
+    each output, (N,) fp32, by weight and expert, and to `tables`, the same for the columns of embedding tables, by id.
 
     Parameters need not require gradients: an output that has no gradient starts the graph. Without gradients
-    (`torch.no_grad`) only `uses` and `frequencies` are counted.
-
-    Attributes:
-        squares: the sum of squared gradients of each output, (N,) fp32, by weight and expert.
-        tables: the same for the columns of embedding tables (V, N), by id of the table.
-        frequencies: how often each row of an embedding table was looked up, (V,) fp32, by id of the table.
-        uses: number of products with each weight, by its id.
+    (`torch.no_grad`) only `uses`, the products with each weight, and `frequencies`, the look-ups of each row of a
+    table, are counted, both by id.
     """
 
     def __init__(self, weights: Sequence[Tensor], transposed: Container[int] = ()) -> None:

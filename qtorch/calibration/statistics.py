@@ -157,10 +157,8 @@ class Moments(SecondMoment):
 
 
 class Range(Statistic):
-    """The smallest and the largest of all inputs, `low` and `high`, 0-d fp32.
-
-    Rows that hold a NaN or an infinity do not count, here and in the statistics below: inference keeps them apart, too.
-    """
+    """The smallest and the largest of all inputs, `low` and `high`, 0-d fp32. Rows that hold a NaN or an infinity do
+    not count, here and in the statistics below: inference keeps them apart, too."""
 
     per_expert: ClassVar[bool] = False
 
@@ -253,15 +251,11 @@ _SMALLEST = -100
 
 
 class Histogram(Range):
-    """Counts of the inputs in `BINS` equal bins of [-R, R), and their exact extremes.
+    """Counts of the inputs in `BINS` equal bins of [-R, R), R = 2^exponent, and their exact extremes.
 
     R is the power of two above the largest magnitude. When a larger one comes, R doubles and bins are joined in pairs:
     edges of the new bins are edges of the old ones. So counts depend on all rows together and not on their order, and
     `merge` gives those of one pass exactly.
-
-    Attributes:
-        counts: (BINS,) int64; None before the first row.
-        exponent: log2 of R.
     """
 
     def __init__(self) -> None:

@@ -17,12 +17,7 @@ SUFFIXES = (".txt", ".md", ".text", ".rst", ".py", ".json", ".jsonl", ".csv", ".
 
 
 def read_texts(path: Path) -> list[str]:
-    """The text of a file, or those of all text files of a folder in the order of their names.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-        ValueError: there is no text in it.
-    """
+    """The text of a file, or those of all text files of a folder in the order of their names."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ..model.install import all_or_nothing, restored
 from ..model.report import CalibrationEstimate, CalibrationReport, TransformReport
-from ..model.targets import Target
+from ..model.targets import Refused, Target
 from ..primitives.jsonable import construct
 from ..recipes.base import Calibrated, Recipe
 from .data import Data, collect
-from .engine import InOrder, Progress, Resumable, estimate, fingerprint
+from .engine import InOrder, Progress, Resumable, estimate, fingerprint, fingerprint_of_data, fingerprint_of_weights
 from .statistics import Statistic, Statistics
 
 
@@ -42,8 +42,8 @@ def made_in_order(
     chosen = in_order(targets)
     if not chosen:
         if resume is not None:
-            raise ValueError(
-                "quantize_: resume= is for recipes that calibrate in the order of the model, such as "
+            raise Refused(
+                "resume= is for recipes that calibrate in the order of the model, such as "
                 "gptq(int4_weight_only(), batches); leave it out"
             )
         return {}
@@ -51,7 +51,7 @@ def made_in_order(
     if resume is None:
         return _quantized(model, chosen, data, Progress())
     data = replace(data, batches=data.checked())
-    with progress_in(Path(resume), chosen, data, fingerprint.of_weights(model)) as progress:
+    with progress_in(Path(resume), chosen, data, fingerprint_of_weights(model)) as progress:
         return progress.run(lambda: _quantized(model, chosen, data, progress))
 
 
@@ -81,9 +81,7 @@ def shared_data(targets: Sequence[Target[Recipe]]) -> Data:
     """The data of these targets."""
     found = [target.recipe.data for target in targets if target.recipe is not None]
     if found[0] is None or any(other is None or other.batches is not found[0].batches for other in found):
-        raise ValueError(
-            "quantize_: recipes that calibrate in the order of the model take the same data; the model is unchanged"
-        )
+        raise Refused("recipes that calibrate in the order of the model take the same data; nothing is changed")
     return found[0]
 
 
@@ -92,7 +90,7 @@ def progress_in(
 ) -> Resumable[Calibrated]:
     """The progress of a calibration that is kept in `folder`; `anew` begins anew if that is of something else."""
     recipes = {target.slot.name: str(target.recipe) for target in targets}
-    parts = {"weights": weights, "data": fingerprint.of_data(data), "recipe": fingerprint.of_json(recipes)}
+    parts = {"weights": weights, "data": fingerprint_of_data(data), "recipe": fingerprint(recipes)}
     return Resumable(folder, parts, lambda made: (made.weight, asdict(made.report)), _decoded, anew=anew)
 
 
@@ -106,10 +104,8 @@ def _decoded(weight: Tensor, row: Any) -> Calibrated:
 def transformed(
     model: nn.Module, targets: Sequence[Target[Recipe]], keep: bool
 ) -> Iterator[tuple[TransformReport, ...]]:
-    """Apply the transforms of the recipes of `targets`, once for the whole model; `targets` get the new parameters.
-
-    An exception restores all modules; without `keep` they are restored in any case.
-    """
+    """Apply the transforms of the recipes of `targets`, once for the whole model; `targets` get the new parameters. An
+    exception restores all modules; without `keep` they are restored in any case."""
     recipes = [target.recipe for target in targets if target.recipe is not None and target.recipe.transforms]
     if not recipes:
         yield ()
@@ -118,9 +114,9 @@ def transformed(
     for other in recipes[1:]:
         same_data = first.data is not None and other.data is not None and first.data.batches is other.data.batches
         if tuple(other.transforms) != tuple(first.transforms) or not same_data:
-            raise ValueError(
-                "quantize_: transforms change the whole model: all recipes that have any take the same ones, and the "
-                "same data; the model is unchanged"
+            raise Refused(
+                "transforms change the whole model: all recipes that have any take the same ones, and the same data; "
+                "nothing is changed"
             )
     with (all_or_nothing if keep else restored)(model.modules()):
         reports = first.transform(model, targets)

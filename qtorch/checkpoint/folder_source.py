@@ -28,14 +28,9 @@ Parts = tuple[Tensor, dict[str, Tensor]]
 
 
 class StoredWeight(NamedTuple):
-    """A weight that is stored quantized.
-
-    Attributes:
-        tensors: the stored names that it is made of.
-        scheme: of the tensor that `read` leads to.
-        read: the codes, unpacked, and the other tensors; raises `ValueError` if they are damaged or cannot be
-            represented exactly.
-    """
+    """A weight that is stored quantized: the stored names that it is made of, its scheme, and what reads the codes,
+    unpacked, and the other tensors. Reading raises `ValueError` if they are damaged or cannot be represented
+    exactly."""
 
     tensors: tuple[str, ...]
     scheme: Scheme
@@ -43,16 +38,11 @@ class StoredWeight(NamedTuple):
 
 
 class FolderSource(Source):
-    """A folder of transformers, or one of its safetensors files.
+    """A folder of transformers, or one of its safetensors files: the open `folder`, and the weights that are stored
+    quantized by the name of the parameter.
 
-    Attributes:
-        folder: the open files.
-        weights: the weights that are stored quantized, by the name of the parameter.
-
-    Class attributes:
-        methods: the `quant_method`s of config.json that are this format.
-        settings: name of the file with the settings, where config.json has none.
-        marks: a regular expression that a stored name matches, in folders whose config.json says nothing.
+    A format is recognized by `methods`, the `quant_method`s of config.json; where config.json says nothing, by
+    `settings`, the name of a file, and by `marks`, a regular expression that a stored name matches.
     """
 
     methods: ClassVar[tuple[str, ...]] = ()
@@ -170,16 +160,9 @@ class FloatFolder(FolderSource):
 
 
 class Seen(NamedTuple):
-    """What formats are recognized by.
-
-    Attributes:
-        is_folder: the path is a folder, not a file.
-        is_own: the file is one of `save_quantized`.
-        method: `quant_method` of config.json; "" if the weights are quantized without one, None if they are not.
-        names: names of the stored tensors.
-        metadata: of the files.
-        files: names of the JSON files of the folder.
-    """
+    """What formats are recognized by: the `quant_method` of config.json ("" if the weights are quantized without one,
+    None if they are not), the names of the stored tensors, the metadata of the files, and the names of JSON files. The
+    path is a folder or a file, and the file may be one of `save_quantized` (`is_own`)."""
 
     is_folder: bool
     is_own: bool

@@ -24,10 +24,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..dtypes import ConvWeight, QuantizedTensor, TransposedWeight
-from ..dtypes.serialize import Entry, check_entry
-from ..model.install import PreparedModule
-from ..model.weight_kinds import UNKNOWN, kind_of
+from ..dtypes import ConvWeight, QuantizedTensor, TransposedWeight, serialize
+from ..model import install, weight_kinds
 from ..primitives.files import naming, parse_json
 from .tensor_file import Place
 
@@ -50,7 +48,7 @@ class Header:
     """The contents of a header; see the top of the file."""
 
     plain: list[str] = field(default_factory=list)
-    quantized: dict[str, Entry] = field(default_factory=dict)
+    quantized: dict[str, serialize.Entry] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     shards: dict[str, list[str]] = field(default_factory=dict)
     checksums: dict[str, int] = field(default_factory=dict)
@@ -119,7 +117,7 @@ def check_entries(quantized: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless each value has the form of an entry of a quantized tensor."""
     for name, entry in quantized.items():
         with naming(name):
-            check_entry(entry)
+            serialize.check_entry(entry)
 
 
 def shard_paths(path: Path, token: str, count: int) -> list[Path]:
@@ -169,7 +167,6 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(f"its header is wrong: {message}")
 
 
-# --------------------------------------------------------------------------------------------------
 # Checks that a checkpoint fits a model; errors name the file and the parameter or buffer.
 
 
@@ -227,16 +224,16 @@ def _problem(place: Place, new: Tensor) -> str | None:
     if not isinstance(new, QuantizedTensor):
         kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (new, old)]
         return None if kinds[0] == kinds[1] else f"is {new.dtype}, the model's is {old.dtype}"
-    kind = kind_of(module, attribute)
+    kind = weight_kinds.kind_of(module, attribute)
     if isinstance(new, ConvWeight) != kind.is_conv:
         what = "of a convolution" if isinstance(new, ConvWeight) else "of a linear layer"
         return f"is quantized as the weight {what}, but the {attribute} of a {type(module).__name__}"
-    if isinstance(new, TransposedWeight) and not kind.is_transposed and kind is not UNKNOWN:
+    if isinstance(new, TransposedWeight) and not kind.is_transposed and kind is not weight_kinds.UNKNOWN:
         what = "a weight that is stored as (inputs, outputs)"
         return f"is quantized as {what}, but the {attribute} of a {type(module).__name__}"
     if isinstance(module, FLOAT_ONLY) or old.dim() < 2:
         return f"is quantized, but the {attribute} of a {type(module).__name__}, which has no quantized kernel"
-    if isinstance(module, PreparedModule):
+    if isinstance(module, install.PreparedModule):
         return "is quantized, but its layer is in training; finish that by convert() first, or build the model anew"
     activation = new.scheme.activation
     if activation is not None and (kind.is_layer or isinstance(new, TransposedWeight)):

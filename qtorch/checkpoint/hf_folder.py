@@ -34,17 +34,10 @@ T = TypeVar("T")
 
 
 class HFFolder:
-    """The open files of a folder, with validated headers; a context manager.
-
-    Args:
-        path: the folder, its index, or one safetensors file, whose configuration is read from the folder that it is in.
-
-    Attributes:
-        root: the folder.
-        config: contents of config.json; empty if there is none.
-        metadata: metadata of all the files; a later file wins.
-        stored: dtype, shape and place of every tensor, by name.
-    """
+    """The open files of a folder, with validated headers; a context manager. It is opened by its path, its index, or
+    one safetensors file; `root` is the folder, and `config` the contents of config.json, empty if there is none.
+    `metadata` are those of all files, of which a later one wins; `stored` has dtype, shape and place of every
+    tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -89,10 +89,8 @@ def load_quantized(
 
 
 def _shared(places: Mapping[str, Place], names: Set[str]) -> dict[str, str]:
-    """Names that the file lacks, because their parameter has another name in the model, which the file has.
-
-    transformers writes a tied parameter once.
-    """
+    """Names that the file lacks, because their parameter has another name in the model, which the file has:
+    transformers writes a tied parameter once."""
     found = {id(places[name][2]): name for name in sorted(names & places.keys())}
     missing = [(name, id(tensor)) for name, (_, _, tensor) in places.items() if name not in names]
     return {name: found[key] for name, key in missing if key in found}

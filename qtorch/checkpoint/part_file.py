@@ -22,7 +22,18 @@ from typing import Any, BinaryIO, NamedTuple
 from torch import Tensor
 
 from ..primitives.files import read_json
-from .tensor_file import ALIGNMENT, DTYPES, METADATA, NAMES, TensorFile, check_name, checksum, data_of, nbytes_of
+from .tensor_file import (
+    ALIGNMENT,
+    DTYPES,
+    LENGTH_BYTES,
+    METADATA,
+    NAMES,
+    TensorFile,
+    check_name,
+    checksum,
+    data_of,
+    nbytes_of,
+)
 
 JOURNAL = "journal.json"
 
@@ -54,11 +65,8 @@ def write_journal(path: Path, data: Any) -> int:
 
 
 def read_journal(path: Path) -> Any:
-    """The data of `write_journal`, None if there is no such file. It may be anybody's: a checksum is no signature.
-
-    Raises:
-        Damaged: it is no journal, or does not match its checksum.
-    """
+    """The data of `write_journal`, None if there is no such file. It may be anybody's, since a checksum is no
+    signature: what is no journal, or does not match its checksum, is `Damaged`."""
     try:
         content = read_json(path, _MOST_BYTES, _MOST_VALUES)
     except FileNotFoundError:
@@ -91,11 +99,9 @@ def clear_folder(path: Path, keep: str) -> None:
 
 
 def lock(path: Path, what: Path) -> int:
-    """An open file that only one process can have; closing it, or the end of the process, releases it.
-
-    It is made if there is none; what is not a regular file is removed. If another process has it, `BlockingIOError`
-    says so of `what`.
-    """
+    """An open file that only one process can have; closing it, or the end of the process, releases it. It is made if
+    there is none; what is not a regular file is removed. If another process has it, `BlockingIOError` says so of
+    `what`."""
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         path.unlink()
     number = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -111,7 +117,6 @@ def lock(path: Path, what: Path) -> int:
     return number
 
 
-_LENGTH_BYTES = 8
 _LARGEST_ROOM = 1 << 26
 
 
@@ -150,21 +155,14 @@ class Written(NamedTuple):
 
 
 class PartFile:
-    """A file under construction.
-
-    Args:
-        path: name that the file gets by `finish`; until then its data are in ``<path>.part`` and ``<path>.odd``.
-        room: bytes for the header.
-        written: the tensors that the parts hold already; what follows them is cut off.
-
-    Raises:
-        Damaged: the parts are shorter.
-    """
+    """A file under construction, with `room` for the header. Until `finish` gives it its name, its data are in
+    ``<path>.part`` and ``<path>.odd``; what follows the tensors that are `written` already is cut off, and shorter
+    parts are `Damaged`."""
 
     def __init__(self, path: Path, room: int, written: list[Written] | None = None) -> None:
         self.path = path
         room = min(room, _LARGEST_ROOM)
-        self.room = room + -(_LENGTH_BYTES + room) % ALIGNMENT
+        self.room = room + -(LENGTH_BYTES + room) % ALIGNMENT
         self.written = written or []
         self.part, self.odd = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.odd")
         self.sizes = [self.begin, 0]
@@ -183,7 +181,7 @@ class PartFile:
     @property
     def begin(self) -> int:
         """Where the data begin."""
-        return _LENGTH_BYTES + self.room
+        return LENGTH_BYTES + self.room
 
     @property
     def nbytes(self) -> int:
@@ -281,7 +279,7 @@ class PartFile:
             place = self.path.with_name(f"{self.path.name}.larger")
             place.unlink(missing_ok=True)
             self._files[0] = larger = _open(place)
-            _write_header(larger, text.ljust(len(text) + -(_LENGTH_BYTES + len(text)) % ALIGNMENT))
+            _write_header(larger, text.ljust(len(text) + -(LENGTH_BYTES + len(text)) % ALIGNMENT))
             part.flush()
             part.seek(self.begin)
             shutil.copyfileobj(part, larger, 1 << 20)
@@ -310,7 +308,7 @@ def _open(path: Path) -> BinaryIO:
 
 def _write_header(file: BinaryIO, text: bytes) -> None:
     file.seek(0)
-    file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+    file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
     file.write(text)
 
 

@@ -9,18 +9,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..dtypes import QuantizedTensor
-from ..dtypes.serialize import to_canonical
+from ..dtypes import QuantizedTensor, serialize
 from ..model.weight_kinds import kind_of
 from .header import Header, all_shards, shard_paths
-from .save_folder import (
-    alone_in,
-    check_converted,
-    save_folder,
-    temporary_beside,
-    with_first_names,
-    write_file,
-)
+from .save_folder import alone_in, check_converted, save_folder, temporary_beside, with_first_names, write_file
 from .tensor_file import OWN_FORMAT, checksum, places_of
 
 
@@ -84,10 +76,7 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
         held = kind_of(module, attribute).held
         if held is not None and isinstance(tensor, QuantizedTensor) and tensor.trains:
             # It has the axes of the parameter, the weight that serves those of a matrix.
-            raise ValueError(
-                f"save_quantized: {name} is a weight in training that is not converted yet: quantize_(model, "
-                "convert()), or torch.save it"
-            )
+            raise ValueError(f"save_quantized: {name} is in training: quantize_(model, convert()), or torch.save it")
         found[name] = tensor
     return found
 
@@ -101,7 +90,7 @@ def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:
             header.aliases[name] = original
             continue
         if isinstance(tensor, QuantizedTensor):
-            stored, header.quantized[name] = to_canonical(name, tensor)
+            stored, header.quantized[name] = serialize.to_canonical(name, tensor)
         else:
             stored = {name: tensor.resolve_conj().resolve_neg()}
             header.plain.append(name)

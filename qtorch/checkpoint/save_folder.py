@@ -23,8 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import QuantizedTensor
-from ..dtypes.serialize import LOGICAL_DTYPES
+from ..dtypes import QuantizedTensor, serialize
 from ..model.install import PreparedModule
 from ..primitives.files import read_json
 from .header import TOKEN
@@ -83,11 +82,8 @@ class SaveFormat(ABC):
 
     @abstractmethod
     def resume(self, progress: Any) -> None:
-        """Continue a checkpoint that another object of this class has begun, from its `progress`.
-
-        The next tensor that `store` gets may be one that it had got already. What is not of this format is a
-        `ValueError`.
-        """
+        """Continue a checkpoint that another object of this class has begun, from its `progress`; what is not of this
+        format is a `ValueError`. The next tensor that `store` gets may be one that it had got already."""
 
 
 def register_save_format(cls: C) -> C:
@@ -105,7 +101,6 @@ def save_format(name: str, config: Mapping[str, Any] | None = None) -> SaveForma
     return SAVE_FORMATS[name](config)
 
 
-# --------------------------------------------------------------------------------------------------
 # What every format asks of the tensors that it saves, and the writing of a file.
 
 
@@ -118,7 +113,7 @@ def _problem_of(value: Any) -> str | None:
     if value.is_meta:
         return "on the meta device"
     if isinstance(value, QuantizedTensor):
-        known = value.dtype in LOGICAL_DTYPES
+        known = value.dtype in serialize.LOGICAL_DTYPES
         return None if known else f"a {type(value).__name__} of {value.dtype}, and files are of floats; torch.save it"
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
         return f"a {type(value).__name__}, which has no canonical form"
@@ -128,11 +123,8 @@ def _problem_of(value: Any) -> str | None:
 
 
 def check_converted(model: nn.Module, keeps_state: bool) -> None:
-    """Raise `ValueError` where a layer is in training.
-
-    Args:
-        keeps_state: unless training has given it tensors of its own: the file has these, and fits no other layer.
-    """
+    """Raise `ValueError` where a layer is in training; where the file `keeps_state`, unless training has given it
+    tensors of its own: the file has these, and fits no other layer."""
     for name, module in model.named_modules():
         if not isinstance(module, PreparedModule) or (keeps_state and module.state_dict().keys() - {"weight", "bias"}):
             continue

@@ -58,12 +58,8 @@ class Source(ABC):
 
     @classmethod
     def open(cls, path: Path, *, verify: bool, mmap: bool) -> Source:
-        """Open a checkpoint of this format, and validate its header.
-
-        Args:
-            verify: compare tensors with their checksums, in formats that have any.
-            mmap: map tensors that need no change instead of reading them, in formats that allow it.
-        """
+        """Open a checkpoint of this format, and validate its header; `verify` and `mmap` as for `load_quantized`, in
+        formats that have checksums, or tensors that can be mapped."""
         raise NotImplementedError
 
     @abstractmethod
@@ -112,11 +108,8 @@ def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Sourc
 
 
 class CanonicalSource(Source):
-    """A `Source` that stores quantized tensors in canonical form, with an entry of `to_canonical` for each.
-
-    Attributes:
-        entries: by name of the quantized tensor; all stored names that they give exist.
-    """
+    """A `Source` that stores quantized tensors in canonical form, with an entry of `to_canonical` for each, by name;
+    all stored names that entries give exist."""
 
     entries: Mapping[str, Entry]
 

@@ -26,13 +26,9 @@ _FUSED = re.compile(r"(?P<module>.+)\.experts\.(?P<projection>gate_up_proj|gate_
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How the checkpoints of a family of models name the projections of one expert.
-
-    Args:
-        gate, up, down: names of the projections.
-        renamed: (last name of the module with the experts in the model, its name in the checkpoint), if they differ.
-            It applies to every tensor of that module, such as the router.
-    """
+    """How the checkpoints of a family of models name the projections of one expert, and (last name of the module with
+    the experts in the model, its name in the checkpoint) if they differ, which applies to every tensor of that module,
+    such as the router."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -90,12 +86,8 @@ def is_fused(name: str) -> bool:
 
 
 def split_experts(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The matrices, by their names in a checkpoint, of a parameter with the experts of a layer; exact.
-
-    Args:
-        name: the name in the model, for which `is_fused`.
-        tensor: (experts, rows, columns), plain or quantized.
-    """
+    """The matrices, by their names in a checkpoint, of a parameter (experts, rows, columns), plain or quantized, whose
+    name in the model `is_fused`; exact."""
     found = _FUSED.fullmatch(name)
     model_type = config.get("model_type")
     if found is None or tensor.dim() != 3:
@@ -115,11 +107,8 @@ def split_experts(name: str, tensor: Tensor, config: Mapping[str, Any]) -> dict[
 
 
 def fuse_experts(source: Source, wanted: Iterable[str]) -> Source:
-    """`source` with the names that a model wants, where it has the same tensors under the names of a checkpoint.
-
-    It is `source` itself if nothing has to be fused or renamed. Otherwise tensors that were fused or renamed have their
-    new names only, and closing it closes `source`.
-    """
+    """`source` with the names that a model wants, where it has the same tensors under the names of a checkpoint; itself
+    if nothing has to be fused or renamed. Such tensors have their new names only, and closing it closes `source`."""
     fused: dict[str, list[list[str]]] = {}
     renamed: dict[str, str] = {}
     for name in wanted:

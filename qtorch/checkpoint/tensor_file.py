@@ -53,7 +53,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 METADATA = "__metadata__"
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _MAX_SIZE = 2**63
 """No tensor has this many elements."""
 
@@ -78,9 +78,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         start, stop = stop, stop + tensor.nbytes
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
         file.write(text)
         for _, tensor in order:
             file.write(data_of(tensor))
@@ -104,16 +104,8 @@ def data_of(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """An open file with a validated header: no tensor reaches beyond the data or overlaps another.
-
-    Attributes:
-        metadata: the metadata of the header.
-        stored: the tensors, by name.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is truncated or in another format.
-    """
+    """An open file with a validated header: metadata, and tensors of which none reaches beyond the data or overlaps
+    another. A file that is truncated or in another format is a `ValueError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -174,18 +166,18 @@ class TensorFile:
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, Stored]]:
         size = os.fstat(self._file.fileno()).st_size
-        if size < _LENGTH_BYTES:
+        if size < LENGTH_BYTES:
             raise self._error(f"it has {size} bytes")
-        text = bytearray(_LENGTH_BYTES)
+        text = bytearray(LENGTH_BYTES)
         self._fill(memoryview(text), 0)
         length = int.from_bytes(text, "little")
-        if length > min(MAX_JSON, size - _LENGTH_BYTES):
+        if length > min(MAX_JSON, size - LENGTH_BYTES):
             raise self._error(f"its header would have {length} bytes")
         text = bytearray(length)
-        self._fill(memoryview(text), _LENGTH_BYTES)
+        self._fill(memoryview(text), LENGTH_BYTES)
         try:
             header = parse_json(bytes(text))
-            return _parse(header, _LENGTH_BYTES + length, size)
+            return _parse(header, LENGTH_BYTES + length, size)
         except ValueError as error:
             raise self._error(str(error)) from error
 

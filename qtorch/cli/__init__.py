@@ -29,8 +29,7 @@ exit status: 0, 1 for a failure, 2 for wrong arguments"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line, by default with the arguments of the process; the exit status: 0, 1 for a failure, 2 for
-    wrong use."""
+    """Run the command line, by default of the process: 0, or the exit status 1 for a failure, 2 for wrong use."""
     given = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if given.threads is not None:

@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
     import torch
 
+    from ..calibration.allocation.items import TURNS, interleaved_medians, product
     from ..dtypes import quantized_type
     from ..model.report import format_table
     from .schemes import matrices
@@ -44,10 +45,12 @@ def run(arguments: argparse.Namespace) -> None:
         quantized = quantized_type(scheme.weight).from_float(weight, scheme.spec, **given)
         for rows in arguments.rows:
             x = torch.randn(rows, scheme.shape[-1], dtype=dtype, device=arguments.device)
-            times = _medians(x, {"float_us": weight, "quantized_us": quantized}, arguments.seconds)
-            speed = times["float_us"] / times["quantized_us"]
+            with torch.no_grad():
+                products = [product(x, each) for each in (weight, quantized)]
+                plain, fast = interleaved_medians(products, seconds=arguments.seconds / TURNS)
+            times = {"float_us": plain / 1e3, "quantized_us": fast / 1e3, "speed": plain / fast}
             about = {"weights": len(names), "shape": list(scheme.shape), "scheme": str(scheme.spec), "rows": rows}
-            data.append({**about, **times, "speed": speed})
+            data.append({**about, **times})
     cells = [
         (
             "x".join(map(str, row["shape"])),
@@ -60,28 +63,3 @@ def run(arguments: argparse.Namespace) -> None:
     ]
     head = ("shape", "layers", "quantized", "rows", "float us", "quantized us", "speed")
     show(arguments, data, format_table(head, cells))
-
-
-def _medians(x: Any, weights: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Microseconds of `F.linear` with each weight; they take turns, so that a disturbance hits both."""
-    import statistics
-    import time
-
-    import torch
-
-    def once(weight: Any) -> float:
-        start = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        if x.device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e6
-
-    found: dict[str, list[float]] = {name: [] for name in weights}
-    with torch.no_grad():
-        for weight in weights.values():
-            once(weight)
-        end = time.perf_counter() + seconds * len(weights)
-        while not found["float_us"] or time.perf_counter() < end:
-            for name, weight in weights.items():
-                found[name].append(once(weight))
-    return {name: statistics.median(times) for name, times in found.items()}

@@ -80,9 +80,7 @@ def _calibrated(arguments: argparse.Namespace, recipe: Any) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.src, local_files_only=True)
     except (OSError, KeyError, ValueError) as error:
-        raise UsageError(
-            f"--calibrate: {arguments.src} has no tokenizer: {str(error).partition(chr(10))[0]}"
-        ) from error
+        raise UsageError(f"--calibrate: {arguments.src} has no tokenizer: {str(error).splitlines()[0]}") from error
     try:
         texts = read_texts(arguments.calibrate)
         batches = token_batches(texts, tokenizer, length=arguments.calibrate_length, tokens=arguments.calibrate_tokens)

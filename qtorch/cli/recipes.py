@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from .. import calibration, training  # noqa: F401 (their recipes and classes are named in arguments)
-from ..primitives import jsonable
-from ..primitives.files import read_json
+from ..primitives import files, jsonable
 from ..primitives.jsonable import from_json
 from ..recipes.base import RECIPES, Recipe
 from .arguments import UsageError
@@ -65,13 +64,10 @@ def _recipe(name: str) -> Callable[..., Any]:
 
 
 def read_config(path: Path) -> dict[str, Recipe | None]:
-    """A mapping from names to recipes, from a JSON file.
-
-    A value is null, a recipe as text, or an object: ``{"recipe": "int4_weight_only", "group_size": 32}``, or JSON data
-    of `to_json`.
-    """
+    """A mapping from names to recipes, from a JSON file: null, a recipe as text, ``{"recipe": "int4_weight_only",
+    "group_size": 32}``, or JSON data of `to_json`."""
     try:
-        data = read_json(path)
+        data = files.read_json(path)
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from error
     if not isinstance(data, dict) or not data:

@@ -12,8 +12,7 @@ import torch
 
 from ..checkpoint import formats  # noqa: F401 (registers the formats)
 from ..checkpoint.sources import Contents, Source
-from ..checkpoint.streaming.assignment import assign
-from ..checkpoint.streaming.partial import model_config, open_any
+from ..checkpoint.streaming import assignment, partial
 from ..dtypes.matrix_weight import MatrixScheme
 from ..model.misfit import Padded
 from ..primitives.spec import Scheme
@@ -32,11 +31,14 @@ class Matrix(NamedTuple):
 
 def matrices(arguments: argparse.Namespace) -> list[Matrix]:
     """The quantized weights of ``arguments.path``, as they are or as the recipe of the command line makes them."""
-    with open_any(arguments.path) as source:
+    with partial.open_any(arguments.path) as source:
         contents = {name: source.contents(name) for name in sorted(source.names - source.aliases.keys())}
-        found = [
-            Matrix(name, "linear", _of_matrix(of.scheme)) for name, of in contents.items() if of.scheme is not None
-        ]
+        found = []
+        for name, of in contents.items():
+            if (scheme := of.scheme) is not None:
+                matrix = scheme.matrix if isinstance(scheme, MatrixScheme) else scheme
+                # Fused experts run as separate linear layers.
+                found.append(Matrix(name, "linear", replace(matrix, shape=tuple(matrix.shape[-2:]))))
         if arguments.recipe is not None or arguments.config is not None:
             found += _assigned(arguments, source, contents)
     if not found:
@@ -45,8 +47,10 @@ def matrices(arguments: argparse.Namespace) -> list[Matrix]:
 
 
 def _assigned(arguments: argparse.Namespace, source: Source, contents: Mapping[str, Contents]) -> list[Matrix]:
-    config, reach = model_config(arguments.path), asked_targets(arguments)
-    targets = assign(contents, asked_recipe(arguments), source, config, "qtorch", reach, arguments.on_misfit)
+    config, reach = partial.model_config(arguments.path), asked_targets(arguments)
+    # As `qtorch quantize` writes it by default.
+    format = "transformers" if (arguments.path / "config.json").is_file() else "qtorch"
+    targets = assignment.assign(contents, asked_recipe(arguments), source, config, format, reach, arguments.on_misfit)
     found = []
     for name, target in targets.items():
         recipe: Any = target.recipe
@@ -67,10 +71,3 @@ def _made(recipe: WeightRecipe, shape: tuple[int, ...], dtype: torch.dtype) -> S
     made = recipe.apply(torch.zeros(rows, shape[1], dtype=dtype, device="cpu"))
     scheme: Scheme = made.scheme  # type: ignore[attr-defined]
     return replace(scheme, shape=shape)
-
-
-def _of_matrix(scheme: Scheme) -> Scheme:
-    """Fused experts run as separate linear layers."""
-    if isinstance(scheme, MatrixScheme):
-        scheme = scheme.matrix
-    return replace(scheme, shape=tuple(scheme.shape[-2:]))

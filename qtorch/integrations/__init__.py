@@ -43,10 +43,8 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def watch_imports() -> None:
-    """Import each integration now if the module that it waits for is imported, else right after it is.
-
-    If that fails, a warning says so, and the import of the other package succeeds.
-    """
+    """Import each integration now if the module that it waits for is imported, else right after it is. If that fails, a
+    warning says so, and the import of the other package succeeds."""
     for name, follower in ON_IMPORT.items():
         if name in sys.modules:
             _follow(name, follower)

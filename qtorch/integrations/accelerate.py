@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint import save_quantized
-from ..checkpoint.sources import open_source
+from ..checkpoint import save_quantized, sources
 from ..model.install import check_model
 from ..primitives.supported_versions import check_version
 
@@ -34,7 +33,7 @@ class WeightsOnDisk(Mapping[str, Tensor]):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = False) -> None:
-        self.source = open_source(Path(path), verify=verify, mmap=True)
+        self.source = sources.open_source(Path(path), verify=verify, mmap=True)
         self.stored = {name: name for name in sorted(self.source.names)} | dict(self.source.aliases)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -19,9 +19,7 @@ import accelerate.utils.other as other
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..checkpoint.formats.transformers_folder import Index
-from ..checkpoint.formats.transformers_folder.names import is_marker
-from ..checkpoint.formats.transformers_folder.source import TransformersFolder
+from ..checkpoint.formats.transformers_folder import Index, TransformersFolder, is_marker
 from ..checkpoint.hf_folder import HFFolder
 from ..dtypes import QuantizedTensor
 from ..training.weights.codes import CodesWeight

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ..primitives.supported_versions import check_version
+from ..primitives import files, supported_versions
 
-check_version("diffusers")
+supported_versions.check_version("diffusers")
 
 from diffusers import ModelMixin
 from diffusers.quantizers import auto
@@ -28,12 +28,10 @@ from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ..checkpoint.formats.transformers_folder.names import read_recipe, recipe_json
-from ..dtypes import QuantizedTensor
-from ..dtypes.serialize import Entry, check_entry, from_canonical, to_canonical
+from ..checkpoint.formats.transformers_folder import read_recipe, recipe_json
+from ..dtypes import QuantizedTensor, serialize
 from ..model.module_repr import show_quantized, with_codes_counted
-from ..model.targets import Target, find_targets
-from ..primitives.files import parse_json
+from ..model.targets import Target, find_targets, named_errors
 from ..quantize_api import dequantize_
 from ..recipes.base import Recipe
 from .plain_state import plain_state
@@ -87,12 +85,13 @@ class QtorchConfig(QuantizationConfigMixin):
 class QtorchQuantizer(DiffusersQuantizer):
     """What diffusers calls while it loads and saves a model."""
 
-    use_keep_in_fp32_modules = True
+    use_keep_in_fp32_modules = is_serializable = is_trainable = is_compileable = True
+    supports_parallel_loading = False  # the tensors of a weight may be in two shards
 
     def __init__(self, quantization_config: QtorchConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.targets: dict[str, Target[Recipe]] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, serialize.Entry] = {}
         self.waiting: dict[str, Tensor] = {}
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -104,22 +103,7 @@ class QtorchQuantizer(DiffusersQuantizer):
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
         return torch.int8
 
-    @property
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
-
-    @property
-    def supports_parallel_loading(self) -> bool:
-        return False  # the tensors of a weight may be in two shards
-
+    @named_errors("QtorchConfig")
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config: Any = self.quantization_config
         if self.pre_quantized:
@@ -177,8 +161,8 @@ class QtorchQuantizer(DiffusersQuantizer):
         for name, tensor in state_dict.items():
             if isinstance(tensor, QuantizedTensor) and tensor.trains:
                 raise ValueError(f"qtorch: {name} is in training; call quantize_(model, convert()) first")
-        entries: dict[str, Entry] = {}
-        return plain_state(state_dict, entries, to_canonical), {METADATA: json.dumps(entries)}
+        entries: dict[str, serialize.Entry] = {}
+        return plain_state(state_dict, entries, serialize.to_canonical), {METADATA: json.dumps(entries)}
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         """The names of the parameters, given those of the tensors in the files."""
@@ -186,13 +170,11 @@ class QtorchQuantizer(DiffusersQuantizer):
             return loaded_keys
         for path in checkpoint_files:
             with safe_open(path, framework="pt") as file:
-                self.entries |= parse_json((file.metadata() or {}).get(METADATA, "{}"))
+                self.entries |= files.parse_json((file.metadata() or {}).get(METADATA, "{}"))
         for entry in self.entries.values():
-            check_entry(entry)
+            serialize.check_entry(entry)
         if not self.entries:
-            raise ValueError(
-                f"{checkpoint_files[0]}: config.json says it is quantized by qtorch, its metadata does not"
-            )
+            raise ValueError(f"{checkpoint_files[0]}: config.json says it is quantized by qtorch, its metadata not")
         parts = self._parts()
         return [*(key for key in loaded_keys if key not in parts), *self.entries]
 
@@ -208,7 +190,7 @@ class QtorchQuantizer(DiffusersQuantizer):
         self.waiting.update({key: tensor for key, tensor in state_dict.items() if key in parts})
         for name, entry in self.entries.items():
             if all(stored in self.waiting for stored in entry["tensors"].values()):
-                found[name] = from_canonical(entry, self.waiting.pop)
+                found[name] = serialize.from_canonical(entry, self.waiting.pop)
         return found
 
     def _dequantize(self, model: Any) -> Any:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, parallel
 
-from ..dtypes import AffineQuantizedTensor, QuantizedTensor
-from ..dtypes.dispatch import cast_for_product
+from ..dtypes import AffineQuantizedTensor, QuantizedTensor, dispatch
 from ..dtypes.linear import check_dtype, multiply
 from ..model.install import PreparedModule
 from ..primitives.granularity import PerTensor
@@ -68,7 +67,7 @@ class _Parallel(parallel.ParallelStyle):
                 part = -(-whole // ranks)
                 if part * (ranks - 1) >= whole > 0 and ranks > 1:
                     raise ValueError(
-                        f"axis {axis} of the weight, of {whole} elements, leaves one of {ranks} ranks without"
+                        f"axis {axis} of the weight, {whole} elements, leaves one of {ranks} ranks without"
                     )
                 weight.check_split("nk"[axis], part, whole)
         except ValueError as error:
@@ -139,7 +138,7 @@ class _TrainingForward:
             y = weight.linear(x, None, split)
             return y if bias is None else y + bias
 
-        y = cast_for_product(product, x, weight, bias)
+        y = dispatch.cast_for_product(product, x, weight, bias)
         # The rows that this rank has, or all of them, summed already.
         placement = Shard(y.dim() - 1) if self._axis == 0 else Replicate()
         shape = torch.Size((*y.shape[:-1], module.weight.shape[0]))

@@ -17,14 +17,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from ..dtypes import QuantizedTensor
-from ..dtypes.ops import count_write
+from ..dtypes import QuantizedTensor, ops
 from ..primitives.jsonable import to_json
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +67,7 @@ def _replica(outer: Any, inner: nn.Module) -> None:
                 flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
                 dist.broadcast(flat, group=group, group_src=0)
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-            count_write(parameter)
+            ops.count_write(parameter)
     if any(map(_is_trained_in_codes, inner.parameters())):
         seed = torch.randint(2**62, (1,), device="cpu").to(next(inner.parameters()).device)
         dist.broadcast(seed, group=group, group_src=0)
@@ -165,5 +161,5 @@ def _is_trained_in_codes(parameter: Any) -> bool:
     return isinstance(parameter, CodesWeight)
 
 
-register_module_module_registration_hook(_registered)
-register_module_parameter_registration_hook(_parallelized)
+hooks.register_module_module_registration_hook(_registered)
+hooks.register_module_parameter_registration_hook(_parallelized)

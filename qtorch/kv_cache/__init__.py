@@ -10,11 +10,4 @@ from .store import KVCacheSpec
 from .stores import GrowingKV, StaticKV
 from .use import explain_attention, quantized_cache, use_quantized_attention
 
-__all__ = [
-    "GrowingKV",
-    "KVCacheSpec",
-    "StaticKV",
-    "explain_attention",
-    "quantized_cache",
-    "use_quantized_attention",
-]
+__all__ = ["GrowingKV", "KVCacheSpec", "StaticKV", "explain_attention", "quantized_cache", "use_quantized_attention"]

@@ -74,13 +74,8 @@ class KVCacheSpec:
 
 
 class KVStore(ABC):
-    """The keys and values of one layer of attention, (B, H, T, D), in codes.
-
-    Attributes:
-        spec: how they are quantized.
-        dtype, device: of the keys and values that were appended.
-        widths: channels of keys and of values.
-    """
+    """The keys and values of one layer of attention, (B, H, T, D), in codes: so many channels of each (`widths`), in
+    the dtype and on the device of what was appended."""
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.spec, self.form = spec, spec.form
@@ -220,16 +215,12 @@ def say_once(what: str) -> None:
 
 
 class StoredKV:
-    """The keys (`index` 0) or values (1) of a store, as they travel through a layer to its attention function.
+    """The keys (`index` 0) or values (1) of a store, as they travel through a layer to its attention function; `fresh`
+    ones are the first of the cache, in floating point, and `tokens` is how many of the latest it stands for.
 
     The layers of transformers hand what `Cache.update` gives them to the attention function, and most look at no more
     than its shape on the way. So codes can travel in this small object, which is no tensor. If a model does use it as a
     tensor, it becomes one: the dequantized keys or values.
-
-    Attributes:
-        store: has the codes.
-        fresh: keys and values in floating point, if they are the first of the cache.
-        tokens: how many of the latest tokens it stands for.
     """
 
     def __init__(self, store: KVStore, index: int, fresh: tuple[Tensor, Tensor] | None, tokens: int) -> None:

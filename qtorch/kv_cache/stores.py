@@ -16,11 +16,8 @@ SMALLEST = 64
 
 
 class GrowingTensor:
-    """A tensor (B, H, T, X) of growing T, in memory that doubles when it is full.
-
-    `torch.cat` would copy all tokens for each new one. Here a token is copied twice on average, however many there are,
-    and up to half of the memory waits for more.
-    """
+    """A tensor (B, H, T, X) of growing T, in memory that doubles when it is full. `torch.cat` would copy all tokens for
+    each new one. Here a token is copied twice on average, and up to half of the memory waits for more."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None

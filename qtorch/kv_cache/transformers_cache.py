@@ -6,20 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    STATIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-    StaticCache,
-    StaticLayer,
-    get_layer_types_and_kwargs,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -61,10 +48,7 @@ def attention(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: query (B, Hq, M, D) to (B, M, Hq, D).
-
-    Keys and values are tensors (B, H, T, D), or those of a quantized cache.
-    """
+    """An attention function of transformers, (B, Hq, M, D) to (B, M, Hq, D), on tensors or a quantized cache."""
     rows = query.shape[2]
     if isinstance(key, StoredKV) and isinstance(value, StoredKV):
         if key.fresh is not None:
@@ -127,13 +111,17 @@ def make_cache(model: Any, spec: KVCacheSpec, max_length: int | None) -> Any:
         cache = QuantizedStaticCache(decoder, spec, max_length)
     if not config.is_encoder_decoder:
         return cache
-    other = DynamicCache() if max_length is None else StaticCache(config=decoder, max_cache_len=max_length)
-    return EncoderDecoderCache(cache, other)
+    other = (
+        cache_utils.DynamicCache()
+        if max_length is None
+        else cache_utils.StaticCache(config=decoder, max_cache_len=max_length)
+    )
+    return cache_utils.EncoderDecoderCache(cache, other)
 
 
 def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **more: Any) -> list[Any]:
     """Layers as transformers makes them, those of some classes by a function of their arguments."""
-    types, arguments = get_layer_types_and_kwargs(config)
+    types, arguments = cache_utils.get_layer_types_and_kwargs(config)
     layers = [
         quantized.get(mapping[kind], mapping[kind])(**more, **given)
         for kind, given in zip(types, arguments, strict=True)
@@ -146,24 +134,28 @@ def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **
     return layers
 
 
-class QuantizedDynamicCache(DynamicCache):
+class QuantizedDynamicCache(cache_utils.DynamicCache):
     """A cache that grows, for models with this config of a decoder; see `quantized_cache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec) -> None:
-        quantized: dict[type, Any] = {DynamicLayer: lambda: QuantizedLayer(config, spec)}
+        quantized: dict[type, Any] = {cache_utils.DynamicLayer: lambda: QuantizedLayer(config, spec)}
         if spec.step == 1 and not spec.kept:
-            quantized[DynamicSlidingWindowLayer] = lambda **given: QuantizedSlidingLayer(config, spec, **given)
-        layers = _layers(config, DYNAMIC_LAYER_TYPE_MAPPING, quantized)
-        Cache.__init__(self, layers=layers)
+            quantized[cache_utils.DynamicSlidingWindowLayer] = lambda **given: QuantizedSlidingLayer(
+                config, spec, **given
+            )
+        layers = _layers(config, cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, quantized)
+        cache_utils.Cache.__init__(self, layers=layers)
 
 
-class QuantizedStaticCache(StaticCache):
+class QuantizedStaticCache(cache_utils.StaticCache):
     """A cache of fixed size; see `quantized_cache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
         make = lambda max_cache_len: QuantizedStaticLayer(config, spec, max_cache_len)  # noqa: E731
-        layers = _layers(config, STATIC_LAYER_TYPE_MAPPING, {StaticLayer: make}, max_cache_len=max_length)
-        Cache.__init__(self, layers=layers)
+        layers = _layers(
+            config, cache_utils.STATIC_LAYER_TYPE_MAPPING, {cache_utils.StaticLayer: make}, max_cache_len=max_length
+        )
+        cache_utils.Cache.__init__(self, layers=layers)
 
 
 class _Quantized:
@@ -249,7 +241,7 @@ def _check_crop(tokens_to_remove: int) -> None:
         raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
 
 
-class QuantizedLayer(_Quantized, DynamicLayer):
+class QuantizedLayer(_Quantized, cache_utils.DynamicLayer):
     """A layer of a `DynamicCache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec) -> None:
@@ -276,7 +268,7 @@ class QuantizedLayer(_Quantized, DynamicLayer):
         self.is_initialized = False
 
 
-class QuantizedSlidingLayer(_Quantized, DynamicSlidingWindowLayer):
+class QuantizedSlidingLayer(_Quantized, cache_utils.DynamicSlidingWindowLayer):
     """A layer of a `DynamicCache` that keeps the latest `sliding_window - 1` tokens."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, sliding_window: int, **kwargs: Any) -> None:
@@ -314,12 +306,12 @@ class QuantizedSlidingLayer(_Quantized, DynamicSlidingWindowLayer):
         self.cumulative_length, self.is_initialized = 0, False
 
 
-class QuantizedStaticLayer(_Quantized, StaticLayer):
+class QuantizedStaticLayer(_Quantized, cache_utils.StaticLayer):
     """A layer of a `StaticCache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
         self.config, self.store = config, StaticKV(spec, max_length)
-        CacheLayerMixin.__init__(self)
+        cache_utils.CacheLayerMixin.__init__(self)
         self.max_cache_len = max_length
         self.is_empty = True  # known to Python, unlike the length: a graph of the prompt is another one anyway
 

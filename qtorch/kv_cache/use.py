@@ -67,10 +67,7 @@ def use_quantized_attention(model: Model) -> Model:
 
 
 def explain_attention(
-    spec: KVCacheSpec | str = "int8",
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    spec: KVCacheSpec | str = "int8", head_dim: int = 128, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Explanation:
     """Which kernel runs attention on a cache, and why the others do not.
 

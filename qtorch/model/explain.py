@@ -8,9 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import ConvWeight, PaddedWeight, QuantizedTensor
-from ..dtypes.conv import CONVS, WINDOWS_NOTE, conv_problem
-from ..dtypes.embedding import EMBEDDINGS
+from ..dtypes import ConvWeight, PaddedWeight, QuantizedTensor, conv, embedding
 from ..kernels.registry import Problem, advice, candidates, choose
 from .install import check_model
 
@@ -95,21 +93,18 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
 
 def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.dtype, device: str) -> Problem:
     """The problem that is looked up for a weight of `module`."""
-    if isinstance(weight, ConvWeight) or (isinstance(module, CONVS) and weight.trains):
-        return conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
+    if isinstance(weight, ConvWeight) or (isinstance(module, conv.CONVS) and weight.trains):
+        return conv.conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
     matrix: Any = weight.matrix if isinstance(weight, PaddedWeight) else weight
     if len(weight.scheme.shape) == 3 and not weight.trains:
-        return Problem("grouped_linear", as_multiplied(matrix).scheme, dtype, device)
-    op = "embedding" if isinstance(module, EMBEDDINGS) else "linear"
+        pattern = matrix.scheme.weight.granularity.pattern(3)
+        # Matrices of experts are multiplied as (E, N, K): transposed if their blocks lie along K of (E, K, N).
+        experts = matrix.transpose(1, 2) if pattern[2] == 1 != pattern[1] else matrix
+        return Problem("grouped_linear", experts.scheme, dtype, device)
+    op = "embedding" if isinstance(module, embedding.EMBEDDINGS) else "linear"
     while len(matrix.scheme.shape) > 2:
         matrix = matrix.select(0, 0)
     return Problem(op, matrix.scheme, dtype, device)
-
-
-def as_multiplied(weight: QuantizedTensor) -> QuantizedTensor:
-    """Matrices of experts as (E, N, K), transposed if their blocks lie along K of (E, K, N)."""
-    pattern = weight.scheme.weight.granularity.pattern(3)
-    return weight.transpose(1, 2) if pattern[2] == 1 != pattern[1] else weight  # type: ignore[return-value]
 
 
 def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module: nn.Module | None) -> Explanation:
@@ -119,7 +114,7 @@ def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module
         dtype = x.dtype if x.is_floating_point() else dtype
     problem = problem_of(weight, module, dtype, device)
     of_windows = isinstance(weight, ConvWeight) and problem.op == "linear"
-    return explain_problem(problem, name, WINDOWS_NOTE if of_windows else "")
+    return explain_problem(problem, name, conv.WINDOWS_NOTE if of_windows else "")
 
 
 def explain_problem(problem: Problem, name: str = "", remark: str = "") -> Explanation:

@@ -31,10 +31,8 @@ class Change(NamedTuple):
 
 
 def install(changes: Iterable[Change]) -> None:
-    """Make all changes, or none.
-
-    They run as one call into C code of the interpreter, which handles no signals: Ctrl-C takes effect before or after.
-    """
+    """Make all changes, or none. They run as one call into C code of the interpreter, which handles no signals: Ctrl-C
+    takes effect before or after."""
     changes = list(changes)
     tables = {id(table): table for table, _, _ in changes}
     steps = [
@@ -46,11 +44,8 @@ def install(changes: Iterable[Change]) -> None:
 
 
 def all_or_nothing(modules: Iterable[nn.Module]) -> _RolledBack:
-    """Context manager that restores these modules if an exception leaves the block.
-
-    It restores their classes, attributes, parameters, buffers and submodules, but not what was changed inside those,
-    such as the data of a tensor.
-    """
+    """Context manager that restores these modules if an exception leaves the block: their classes, attributes,
+    parameters, buffers and submodules, but not what was changed inside those, such as the data of a tensor."""
     return _RolledBack([undo for module in dict.fromkeys(modules) for undo in _states(module)])
 
 
@@ -121,11 +116,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 class PreparedModule(nn.Module):
-    """Base class of the classes that replace those of float modules during training.
-
-    Attributes:
-        float_class: the class of the float module.
-    """
+    """Base class of the classes that replace those of float modules, `float_class`, during training."""
 
     float_class: ClassVar[type[nn.Module]]
 

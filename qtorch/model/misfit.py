@@ -1,6 +1,4 @@
-"""Misfits: what becomes of weights that the groups of their recipe do not divide; and which one of a tuple of recipes
-a weight gets, the first that fits.
-"""
+"""Misfits: what becomes of weights that groups do not divide; and which of a tuple of recipes a weight gets."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from ..dtypes import PaddedWeight, QuantizedTensor
 from ..primitives import LinearSpec
 from ..primitives.granularity import IndivisibleError
 from ..recipes.base import Recipe, WeightRecipe, register_recipe
-from .targets import Target
+from .targets import Refused, Target
 
 if TYPE_CHECKING:
     from ..calibration.statistics import Statistics
@@ -32,13 +30,10 @@ SMALLEST_GROUP = 8
 @register_recipe("padded")
 @dataclass(frozen=True)
 class Padded(WeightRecipe):
-    """`recipe` for weights whose contracted axis its groups do not divide: the last group is completed with zeros.
+    """`recipe`, for inference and without data, for weights whose contracted axis its groups do not divide: the last
+    group is completed with `padding` columns of zeros.
 
     The weight keeps its shape, and is held with the zeros, see `PaddedWeight`; products pad their input with as many.
-
-    Args:
-        recipe: for inference, without data.
-        padding: number of columns of zeros.
     """
 
     recipe: WeightRecipe
@@ -82,7 +77,7 @@ Check = Callable[[Recipe, Target[Any]], None]
 def choose(targets: Sequence[Target[Any]], on_misfit: str, check: Check = Recipe.check_target) -> None:
     """Give each target one recipe that fits it, if there is one: of a tuple the first, else as `on_misfit` says."""
     if on_misfit not in get_args(OnMisfit):
-        raise ValueError(f"quantize_: on_misfit is {', '.join(map(repr, get_args(OnMisfit)))}, got {on_misfit!r}")
+        raise Refused(f"on_misfit is {', '.join(map(repr, get_args(OnMisfit)))}, got {on_misfit!r}")
     for target in targets:
         if isinstance(target.recipe, tuple):
             _give(target, _first(target, target.recipe, check), "None is the first of its recipes that fits")

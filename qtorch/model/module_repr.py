@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils import parametrize
 
-from ..dtypes import QuantizedTensor
-from ..dtypes.embedding import EMBEDDINGS
+from ..dtypes import QuantizedTensor, embedding
 from .install import check_model
 
 
@@ -89,11 +88,9 @@ def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
 
 
 def _refuse_reparametrization(module: nn.Module, name: str, parameter: QuantizedTensor) -> None:
-    """Raise `ValueError` if a reparametrization makes `parameter` the source from which a weight is computed.
-
-    The computed weight would be a plain tensor, and the layer would run in full precision. The weight of the module is
-    unchanged, or restored.
-    """
+    """Raise `ValueError` if a reparametrization makes `parameter` the source from which a weight is computed: that
+    would be a plain tensor, and the layer would run in full precision. The weight of the module is unchanged, or
+    restored."""
     own, _, suffix = name.rpartition("_")
     parameters: dict[str, Any] = module._parameters
     if isinstance(module, parametrize.ParametrizationList):
@@ -134,7 +131,7 @@ def get_model_size_in_bytes(model: nn.Module, ignore_embeddings: bool = False) -
     check_model("get_model_size_in_bytes", model)
     sizes = {}
     for module in model.modules():
-        if not (ignore_embeddings and isinstance(module, EMBEDDINGS)):
+        if not (ignore_embeddings and isinstance(module, embedding.EMBEDDINGS)):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if not nn.parameter.is_lazy(tensor):
                     quantized = isinstance(tensor, QuantizedTensor)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ..dtypes import MatrixWeight, QuantizedTensor, TransposedWeight
 from ..kernels.registry import choose
-from ..primitives import compute_error
-from ..primitives.slices import needs_slices, slice_elements
+from ..primitives import compute_error, slices
 from ..primitives.sqnr import combined_norms, norms, sqnr
 from .explain import problem_of
 from .install import PreparedModule
@@ -289,12 +288,12 @@ def quantization_error(weight: Tensor, quantized: Any) -> float:
     if isinstance(quantized, TransposedWeight) and not quantized.scheme.padding:
         weight, quantized = weight.mT, quantized.matrix
     plain = isinstance(quantized, QuantizedTensor) and not quantized.trains and not isinstance(quantized, MatrixWeight)
-    if not plain or not needs_slices(weight):
+    if not plain or not slices.needs_slices(weight):
         return float(compute_error(weight, quantized.dequantize()))
     spec, dtype = quantized.scheme.weight, quantized.scheme.dtype
     codes, scale, other = quantized.plain()
     block = spec.block_size(weight.shape)[0]
-    step = max(block, slice_elements() * weight.shape[0] // weight.numel() // block * block)
+    step = max(block, slices.slice_elements() * weight.shape[0] // weight.numel() // block * block)
     # A look-up table that all blocks share is no tensor of rows.
     shared = other is not None and other.dim() < codes.dim()
 

@@ -8,7 +8,8 @@ names. A tied weight is one parameter in several slots: one `Target`, quantized 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,20 @@ from .install import QuantizationState, is_sharded
 from .weight_kinds import KINDS, LINEAR_KINDS, UNKNOWN, WeightKind, kind_in
 
 R = TypeVar("R")
+
+
+class Refused(ValueError):
+    """What was asked for cannot be done; see `named_errors`."""
+
+
+@contextmanager
+def named_errors(function: str) -> Iterator[None]:
+    """Decorator of a public function: what is `Refused` inside is a `ValueError` that begins with its name."""
+    try:
+        yield
+    except Refused as error:
+        raise ValueError(f"{function}: {error}") from error
+
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -39,13 +54,8 @@ Reach = str | Collection[str] | Mapping[str, Any]
 
 @dataclass
 class Slot(Generic[R]):
-    """A place that holds a weight, with its recipe or the reason why it has none.
-
-    Attributes:
-        refused: whether the mapping says None for it.
-        kind: what it is to its module.
-        excluded: why `targets` does not include it, so that it has to be asked for by name; empty if it does.
-    """
+    """A place that holds a weight of a kind, with its recipe or the `reason` why it has none: the mapping says None for
+    it (`refused`), or `targets` does not include it, so that it has to be asked for by name (`excluded` says why)."""
 
     module: nn.Module
     module_name: str
@@ -109,19 +119,9 @@ class Target(Generic[R]):
 def find_targets(
     model: nn.Module, recipe: R | Mapping[str, R | None], filter_fn: Filter | None, targets: Reach = "linear"
 ) -> list[Target[R]]:
-    """All weights of two or more dimensions, each with its recipe or the reason why it has none.
-
-    Args:
-        recipe: one recipe, for all weights that `targets` includes or for the types of weights and modules that it
-            `selects`; or an ordered mapping; see `quantize_`.
-        filter_fn: (module, fully-qualified name) -> bool, called for each weight that `targets` includes, and for
-            embeddings and convolutions.
-        targets: see `quantize_`.
-
-    Raises:
-        ValueError: an entry of the mapping matches nothing or is never used, a tied weight has several recipes, or
-            `targets` is unknown.
-    """
+    """All weights of two or more dimensions, each with its recipe or the reason why it has none; see `quantize_`. One
+    recipe is for all weights that `targets` includes, or for the types of weights and modules that it `selects`.
+    `filter_fn` is called for each weight that `targets` includes, and for embeddings and convolutions."""
     slots: list[Slot[R]] = _slots(model)
     exclude: Any = _exclude_by_use if isinstance(targets, Mapping) else _exclude_by_kind
     exclude(slots, targets)
@@ -134,7 +134,7 @@ def find_targets(
         recipes = {slot.label: slot.recipe for slot in target.slots if slot.recipe is not None or slot.refused}
         if len(set(recipes.values())) > 1:
             what = ", ".join(f"{label}: {recipe}" for label, recipe in recipes.items())
-            raise ValueError(f"quantize_: a tied weight takes one recipe, got different ones: {what}")
+            raise Refused(f"a tied weight takes one recipe, got different ones: {what}")
     return list(found.values())
 
 
@@ -170,9 +170,7 @@ def _exclude_by_kind(slots: list[Slot[R]], targets: object) -> None:
     for word in words:
         if not isinstance(word, str) or (word != "all" and word not in KINDS):
             known = ", ".join(map(repr, ["all", *sorted(KINDS)]))
-            raise ValueError(
-                f"quantize_: targets is one or some of {known}, or what find_uses(model, *inputs) returns; got {word!r}"
-            )
+            raise Refused(f"targets is one or some of {known}, or what find_uses(...) returns; got {word!r}")
         included |= KINDS if word == "all" else LINEAR_KINDS if word == "linear" else {word}
     for slot in slots:
         name = slot.kind.name
@@ -198,7 +196,10 @@ def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -
         filtered = filter_fn is not None and slot.kind.name in ("embedding", "convolution")
         if slot.kind.obstacle:
             slot.reason = slot.kind.obstacle
-        elif selects and not _is_one_of(slot, selects):
+        elif selects and not (
+            isinstance(getattr(slot.parameter, "_local_tensor", slot.parameter), selects)
+            or (slot.attribute == "weight" and isinstance(slot.module, selects))
+        ):
             slot.reason = f"no {' or '.join(kind.__name__ for kind in selects)}"
         elif not selects and not filtered and (reason := _why_excluded(slot, recipe)):
             slot.reason = reason
@@ -208,22 +209,14 @@ def _assign_by_kind(slots: list[Slot[R]], recipe: R, filter_fn: Filter | None) -
             slot.recipe = recipe
 
 
-def _is_one_of(slot: Slot[Any], types: tuple[type, ...]) -> bool:
-    """Whether the parameter, or the module whose weight it is, has one of these types."""
-    local = getattr(slot.parameter, "_local_tensor", slot.parameter)
-    return isinstance(local, types) or (slot.attribute == "weight" and isinstance(slot.module, types))
-
-
 def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filter_fn: Filter | None) -> None:
     names = {name for slot in slots for name in (slot.name, slot.label)}
     for key in recipes:
-        if not isinstance(key, str):
-            raise TypeError(f"quantize_: the mapping takes names and regular expressions, got {key!r}")
         try:
             re.compile(key)
         except re.error as error:
             if key not in names:
-                raise ValueError(f"quantize_: {key!r} is neither a name nor a regular expression: {error}") from error
+                raise Refused(f"{key!r} is neither a name nor a regular expression: {error}") from error
     unmatched, unused = set(recipes), set(recipes)
     for slot in slots:
         matching = [key for key in recipes if _matches(key, slot)]
@@ -245,13 +238,10 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
             slot.recipe = recipes[found[0]]
     for key in recipes:
         if key in unmatched:
-            raise ValueError(_why_unmatched(key, slots))
+            raise Refused(_why_unmatched(key, slots))
     if unused:
         shadowed = ", ".join(repr(key) for key in recipes if key in unused)
-        raise ValueError(
-            f"quantize_: {shadowed}: all that it matches is taken by entries before it; the first entry that matches "
-            "wins"
-        )
+        raise Refused(f"{shadowed}: all that it matches is taken by entries before it; the first that matches wins")
 
 
 def is_asked_by_name(key: str, slot: Slot[Any]) -> bool:
@@ -286,7 +276,7 @@ def _why_unmatched(key: str, slots: list[Slot[R]]) -> str:
     some += ", ..." if len(by_wildcard or slots) > 4 else ""
     if by_wildcard:
         return (
-            f"quantize_: {key!r} matches {some} by a wildcard alone, which selects what multiplies like "
+            f"{key!r} matches {some} by a wildcard alone, which selects what multiplies like "
             "a linear layer; ask for them by their last name, as "
             r'r".*\.experts\.(gate_up_proj|down_proj)" does, or with targets="all"'
         )
@@ -296,4 +286,4 @@ def _why_unmatched(key: str, slots: list[Slot[R]]) -> str:
         if all(slot.kind.obstacle for slot in inside):
             hint = f"{inside[0].label} {inside[0].kind.obstacle}"
     what = "linear layer, embedding, convolution or parameter of two or more dimensions"
-    return f"quantize_: {key!r} matches no {what}. {hint}"
+    return f"{key!r} matches no {what}. {hint}"

@@ -6,13 +6,14 @@ parameters take part in products, and which of their axes the products sum over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from ..calibration.captures import INLINED, Use, UseRecorder
 from ..calibration.data import eval_mode
@@ -145,10 +146,10 @@ class _Recorder(UseRecorder):
         self.function = _name(func)
         before = self.count
         result = super().__torch_function__(func, types, args, kwargs)
-        results = list(_tensors([result]))
+        results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         if func in INLINED or self.count > before or not results:
             return result
-        for value in _tensors([*args, *kwargs.values()]):
+        for value in tree_leaves((args, kwargs)):
             owner = self.owner(value)
             if owner is None or any(self.owner(other) is owner for other in results):  # a view
                 continue
@@ -178,11 +179,3 @@ class _Recorder(UseRecorder):
 def _name(function: Any) -> str:
     """``"matmul"`` for `torch.matmul`, `Tensor.matmul` and `Tensor.__matmul__`."""
     return str(getattr(function, "__name__", function)).strip("_")
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

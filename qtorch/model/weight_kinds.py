@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..dtypes import ConvWeight, MatrixWeight, QuantizedTensor, TransposedWeight
+from ..dtypes import ConvWeight, MatrixWeight, QuantizedTensor, TransposedWeight, embedding
 from ..dtypes.conv import CONVS
-from ..dtypes.embedding import EMBEDDINGS
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def _of_torch(module: nn.Module, attribute: str) -> WeightKind | None:
         return None
     if isinstance(module, nn.Linear):
         return LINEAR
-    if isinstance(module, EMBEDDINGS):
+    if isinstance(module, embedding.EMBEDDINGS):
         if module.max_norm is None:
             return EMBEDDING
         why = f"is the table of an {type(module).__name__} with max_norm, which rewrites the table"

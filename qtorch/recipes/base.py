@@ -15,8 +15,7 @@ from ..model.install import PreparedModule, keep_attributes
 from ..model.report import CalibrationReport, TransformReport
 from ..model.targets import Target
 from ..model.weight_kinds import WeightKind
-from ..primitives import LinearSpec
-from ..primitives.granularity import IndivisibleError
+from ..primitives import LinearSpec, granularity
 from ..primitives.jsonable import jsonable
 from ..primitives.spec import Scheme
 
@@ -38,13 +37,7 @@ ExpertStatistics = Mapping[int, "Statistics"]
 
 
 class Calibrated(NamedTuple):
-    """A weight made by `Recipe.make_in_order`.
-
-    Attributes:
-        weight: the quantized weight.
-        report: how it was made.
-        learnable: what `Recipe.learner` needs to change it, or None.
-    """
+    """A weight made by `Recipe.make_in_order`, the report on it, and what `learner` needs to change it, or None."""
 
     weight: Tensor
     report: CalibrationReport
@@ -129,7 +122,7 @@ class Recipe:
             self.check(matrix)
         except ValueError as error:
             what = "a convolution's weight" if kind.is_conv else "a weight stored as (inputs, outputs)"
-            raised = IndivisibleError if isinstance(error, IndivisibleError) else ValueError
+            raised = granularity.IndivisibleError if isinstance(error, granularity.IndivisibleError) else ValueError
             raise raised(f"{error} ({what} {shape}, seen as the matrix {tuple(matrix.shape)})") from error
 
     def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Any:
@@ -195,7 +188,7 @@ def check_has_values(weight: Tensor, recipe: Recipe) -> None:
     """Raise `ValueError` where `weight` is on the meta device."""
     if weight.is_meta:
         raise ValueError(
-            f"the weight is on the meta device and has no values to quantize by {recipe.name}(); load it first"
+            f"the weight is on the meta device, without values to quantize by {recipe.name}(); load it first"
         )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..dtypes.codebook_tensor import nf4_spec
-from ..primitives import LinearSpec, PerGroup, PerRow, qdtype
-from ..primitives.codebooks import CodebookSpec
+from ..primitives import LinearSpec, PerGroup, PerRow, codebooks, qdtype
 from .base import WeightRecipe, register_recipe
 
 
@@ -31,7 +30,7 @@ class LUTWeightOnly(WeightRecipe):
         if self.bits not in (2, 3, 4):
             raise ValueError(f"lut_weight_only: bits is {self.bits}; it must be 2, 3 or 4")
         granularity = PerRow() if self.group_size == -1 else PerGroup(self.group_size)
-        return LinearSpec(CodebookSpec(qdtype(f"uint{self.bits}"), granularity))
+        return LinearSpec(codebooks.CodebookSpec(qdtype(f"uint{self.bits}"), granularity))
 
 
 @register_recipe("nf4_weight_only")

@@ -15,11 +15,7 @@ from .base import WeightRecipe, register_recipe
 def float8_spec(
     recipe: WeightRecipe, dtype: torch.dtype, granularity: Granularity, scale_dtype: torch.dtype | None = None
 ) -> QuantSpec:
-    """Spec of float8 codes.
-
-    Raises:
-        ValueError: `dtype` is not float8; the message names `recipe`.
-    """
+    """Spec of float8 codes; `ValueError`, which names `recipe`, for other dtypes."""
     found = qdtype(dtype)
     if not found.name.startswith("float8_"):
         raise ValueError(f"{recipe.name} takes float8_e4m3fn, float8_e5m2 and their fnuz forms, got {found.name}")

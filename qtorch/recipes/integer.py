@@ -72,9 +72,7 @@ class _Grouped(WeightRecipe):
     def spec_of(self, dtype: QDType, mapping: MappingType, domain: ZeroPointDomain = ZeroPointDomain.INT) -> LinearSpec:
         """Spec of these codes. In domains that add zero points, the range of a group need not include zero."""
         if self.use_hqq and self.scale_rule not in (MinMaxRule(), HQQRule()):
-            raise ValueError(
-                f"{self.name}: use_hqq=True is scale_rule=HQQRule(), got scale_rule={self.scale_rule!r} too"
-            )
+            raise ValueError(f"{self.name}: use_hqq=True is scale_rule=HQQRule(), got {self.scale_rule!r} too")
         rule = HQQRule() if self.use_hqq else self.scale_rule
         group, preserve_zero = PerGroup(self.group_size), not domain.adds_zero_point
         return LinearSpec(

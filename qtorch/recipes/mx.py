@@ -160,11 +160,8 @@ class Nvfp4WeightOnly(WeightRecipe):
 
 
 def shared_tensor_scale(absmax: float) -> float:
-    """The smallest power of two that is large enough as the scale of tensors with this largest magnitude.
-
-    Powers of two multiply and divide exactly. They use at least half of the range of the scales of blocks, whose
-    relative precision is the same everywhere.
-    """
+    """The smallest power of two that is large enough as the scale of tensors with this largest magnitude. Powers of two
+    multiply and divide exactly, and use at least half of the range of the scales of blocks."""
     least = absmax / _LARGEST
     if not least > 0:
         return 1.0

@@ -41,10 +41,7 @@ class BlockSparse(WeightRecipe):
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, WeightRecipe) or self.recipe.prunes or self.recipe.in_order:
-            raise ValueError(
-                f"block_sparse takes a recipe for inference such as int8_dynamic_activation_int8_weight(), got "
-                f"{self.recipe}"
-            )
+            raise ValueError(f"block_sparse takes int8_dynamic_activation_int8_weight() or its like, got {self.recipe}")
         if self.recipe.linear_spec().static:
             raise ValueError(f"block_sparse: {self.recipe} has a static activation, which it does not take")
         super().__post_init__()

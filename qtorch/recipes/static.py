@@ -106,7 +106,7 @@ class Int8StaticActivationInt8Weight(StaticActivationRecipe):
     def __post_init__(self) -> None:
         if self.act_mapping_type is MappingType.ASYMMETRIC and self.scale is not None:
             raise ValueError(
-                f"{self.name}: an asymmetric activation has a zero point too, which data chooses; leave the scale out"
+                f"{self.name}: an asymmetric activation has a zero point, which data chooses; leave scale out"
             )
         super().__post_init__()
 

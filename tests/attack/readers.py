@@ -27,8 +27,7 @@ from torch import Tensor
 import qtorch
 from qtorch import load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.calibration import Nearest, calibrated
-from qtorch.calibration.allocation.allocation import Allocation
-from qtorch.calibration.allocation.allocation_report import Row
+from qtorch.calibration.allocation.allocation import Allocation, Row
 from qtorch.checkpoint.sources import open_source
 from qtorch.checkpoint.streaming import partial
 from qtorch.cli.recipes import read_config

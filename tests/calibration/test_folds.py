@@ -13,8 +13,7 @@ from qtorch import quantize_
 from qtorch.calibration import Nearest, calibrated, smooth
 from qtorch.calibration.data import Data
 from qtorch.calibration.transforms import rules
-from qtorch.calibration.transforms.folds import Fold, find_folds
-from qtorch.calibration.transforms.parameters import Parameters
+from qtorch.calibration.transforms.folds import Fold, Parameters, find_folds
 from qtorch.calibration.transforms.propagation import ModelGraph
 from qtorch.calibration.transforms.work import difference, find_wrong, outputs
 from tests.calibration.transform_models import (

@@ -13,7 +13,7 @@ import qtorch
 from qtorch import quantize_
 from qtorch.calibration import Nearest, Transform, auto, awq, calibrated, gptq, smooth
 from qtorch.calibration.data import Data
-from qtorch.calibration.transforms.inputs import collect_inputs
+from qtorch.calibration.transforms.scaling import collect_inputs
 from qtorch.calibration.transforms.work import difference, outputs
 from tests.calibration.transform_models import PreNorm, of_transformers, tokens
 from tests.every_recipe import slow_but

@@ -104,12 +104,6 @@ class Frontier:
     cost and decreasing value, each with its true cost, so a result never exceeds the limit. Where there are more than
     `states` of them, costs are divided into that many equal intervals and the best of each interval is kept; otherwise
     the result is exact. What remains in the end is the best value for every limit: the curve of size and quality.
-
-    Args:
-        costs: of the options of each item, integers.
-        values: of the options of each item, the less the better.
-        limit: totals above it are left out; None for all.
-        states: number of totals that are kept after each item.
     """
 
     def __init__(
@@ -289,10 +283,7 @@ def _split(data: Data | None, refine: int, held_out: Iterable[Any] | None) -> tu
         return Data(batches, data.forward, data.mask), None
     if held_out is None:
         if len(batches) < 2:
-            raise ValueError(
-                "allocate: refine is measured on batches that the scores are not from; give held_out=, or data of two "
-                "or more batches"
-            )
+            raise ValueError("allocate: refine needs batches that scores are not from; give held_out=, or more data")
         held_out = list(batches[HELD_OUT - 1 :: HELD_OUT] or batches[-1:])
         batches = [batch for batch in batches if not any(batch is other for other in held_out)]
     return Data(batches, data.forward, data.mask), Data(list(held_out), data.forward, data.mask)

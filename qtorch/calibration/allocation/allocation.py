@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -9,15 +10,169 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.formats.transformers_folder.names import read_recipe, recipe_json
-from ...primitives.files import read_json
-from ...primitives.jsonable import construct
+from ...checkpoint.formats.transformers_folder import read_recipe, recipe_json
+from ...model.report import format_table
+from ...primitives import files, jsonable
 from ...recipes.base import Recipe
-from .allocation_report import AllocationReport, Row, draw_curve, has_matplotlib
 
 _SWAPS = {"before", "after", "tried", "kept"}
 
 JSON, PICTURE = "allocation.json", "curve.png"
+
+
+FLOATING_POINT = "floating point"
+"""The name of the candidate None."""
+
+
+def candidate_name(candidate: Any) -> str:
+    """A candidate as text."""
+    return FLOATING_POINT if candidate is None else str(candidate)
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the recipe of one weight was chosen.
+
+    Attributes:
+        name: the key of the mapping; `also` has the other names of a tied weight.
+        shape: of the weight.
+        candidates: the recipes that fit it, as text.
+        nbytes, scores: of each candidate.
+        chosen: index of the candidate that was chosen.
+        tokens: rows of inputs that the scores are from; 0 for a weight that the data does not use.
+        nanoseconds: of each candidate, where the budget is time.
+        unfit: candidates that do not fit, and why.
+    """
+
+    name: str
+    also: tuple[str, ...]
+    shape: tuple[int, ...]
+    elements: int
+    candidates: tuple[str, ...]
+    nbytes: tuple[int, ...]
+    scores: tuple[float, ...]
+    chosen: int
+    tokens: int = 0
+    nanoseconds: tuple[int, ...] = ()
+    unfit: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """What the budget counts: nanoseconds, or else bytes."""
+        return self.nanoseconds or self.nbytes
+
+    def bits(self, candidate: int) -> float:
+        """Bits an element under a candidate."""
+        return 8 * self.nbytes[candidate] / self.elements
+
+
+@dataclass(frozen=True, eq=False)
+class AllocationReport:
+    """How the recipes of weights were chosen.
+
+    Attributes:
+        rows: of each weight.
+        budget: as it was given.
+        limit: the largest total cost, in bytes, or in nanoseconds where the budget is time.
+        rest_bytes: size of the parameters and buffers of the model that were not allocated.
+        measure: what the scores stand for.
+        curve: (total cost, sum of scores) of the best choices for all budgets.
+        swaps: of `refine`: the divergence ``before`` and ``after``, how many were ``tried`` and ``kept``; or empty.
+    """
+
+    rows: tuple[Row, ...]
+    budget: str
+    limit: int
+    rest_bytes: int = 0
+    measure: str = ""
+    curve: tuple[tuple[int, float], ...] = field(default=(), repr=False)
+    swaps: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def elements(self) -> int:
+        return sum(row.elements for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocated weights, once quantized."""
+        return sum(row.nbytes[row.chosen] for row in self.rows)
+
+    @property
+    def bits(self) -> float:
+        """Bits an element of the allocated weights, scales included."""
+        return 8 * self.nbytes / self.elements
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of all parameters and buffers of the model, once quantized."""
+        return self.nbytes + self.rest_bytes
+
+    @property
+    def milliseconds(self) -> float | None:
+        """Of the products with the allocated weights, where the budget is time."""
+        found = [row.nanoseconds[row.chosen] for row in self.rows if row.nanoseconds]
+        return sum(found) / 1e6 if found else None
+
+    @property
+    def score(self) -> float:
+        """The sum of the scores of what was chosen."""
+        return sum(row.scores[row.chosen] for row in self.rows)
+
+    @property
+    def uniform(self) -> dict[str, tuple[int, float]]:
+        """(cost, score) of each candidate that fits all weights, if all took it."""
+        found = {}
+        for candidate in dict.fromkeys(name for row in self.rows for name in row.candidates):
+            if all(candidate in row.candidates for row in self.rows):
+                places = [(row, row.candidates.index(candidate)) for row in self.rows]
+                cost = sum(row.costs[place] for row, place in places)
+                found[candidate] = (cost, sum(row.scores[place] for row, place in places))
+        return found
+
+    def __str__(self) -> str:
+        header = ["weight", "shape", "chosen", "bits", "score", "tokens"]
+        timed = self.milliseconds is not None
+        if timed:
+            header.append("us")
+        cells = []
+        for row in self.rows:
+            line = [
+                " = ".join((row.name, *row.also)),
+                "x".join(map(str, row.shape)),
+                row.candidates[row.chosen],
+                f"{row.bits(row.chosen):.3f}",
+                f"{row.scores[row.chosen]:.3g}",
+                f"{row.tokens:,}" if row.tokens else "not used by the data",
+            ]
+            cells.append([*line, f"{row.nanoseconds[row.chosen] / 1e3:.1f}"] if timed else line)
+        return "\n".join([self.summary(), "", format_table(header, cells), *self.notes()])
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.summary()}>"
+
+    def summary(self) -> str:
+        """One line: what was allocated, of which budget."""
+        time = "" if self.milliseconds is None else f", {self.milliseconds:.3f} ms"
+        swaps = ""
+        if self.swaps:
+            swaps = (
+                f"; {self.swaps['kept']:.0f} of {self.swaps['tried']:.0f} swaps kept, measured divergence "
+                f"{self.swaps['before']:.4g} -> {self.swaps['after']:.4g}"
+            )
+        return (
+            f"{len(self.rows)} weights in {self.bits:.3f} bits an element, {self.nbytes:,} bytes{time}, of the budget "
+            f"{self.budget}; the model {self.model_bytes:,} bytes; {self.measure} {self.score:.4g}{swaps}"
+        )
+
+    def notes(self) -> list[str]:
+        """What did not fit, and which weights have no influence."""
+        notes = [f"{row.name}: {recipe} does not fit: {why}" for row in self.rows for recipe, why in row.unfit]
+        for row in self.rows:
+            if row.tokens and not any(row.scores) and any(name != FLOATING_POINT for name in row.candidates):
+                notes.append(
+                    f"{row.name}: the outputs that were looked at do not depend on it; forward= or loss= says which are"
+                )
+        return notes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,7 +225,7 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
             recipes = {name: read_recipe(recipe) for name, recipe in data["recipes"]}
             rows = tuple(_row(row) for row in data["rows"])
             given = {name: data[name] for name in ("budget", "limit", "rest_bytes", "measure", "curve")}
-            report = construct(AllocationReport, {"rows": rows, **given})
+            report = jsonable.construct(AllocationReport, {"rows": rows, **given})
             _in_range(report.limit, report.rest_bytes, *(cost for cost, _ in report.curve))
             swaps = {name: float(value) for name, value in data["swaps"].items()}
             if not rows or {row.name for row in rows} != recipes.keys() or swaps.keys() not in (set(), _SWAPS):
@@ -115,7 +270,7 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
         """
         path = Path(folder)
         path = path / JSON if os.path.isdir(path) else path
-        data = read_json(path)
+        data = files.read_json(path)
         try:
             return cls.from_json(data)
         except ValueError as error:
@@ -123,7 +278,7 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
 
 
 def _row(data: Mapping[str, Any]) -> Row:
-    row = construct(Row, data)
+    row = jsonable.construct(Row, data)
     lengths = {len(row.candidates), len(row.nbytes), len(row.scores), len(row.nanoseconds) or len(row.candidates)}
     if len(lengths) > 1 or not 0 <= row.chosen < len(row.candidates) or not row.elements:
         raise ValueError(f"the row of {row.name!r:.80} does not fit its candidates")
@@ -134,3 +289,37 @@ def _row(data: Mapping[str, Any]) -> Row:
 def _in_range(*numbers: int) -> None:
     if found := [number for number in numbers if not 0 <= number < 2**63]:
         raise ValueError(f"{found[0]:.4e} bytes, elements or nanoseconds")
+
+
+def has_matplotlib() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_curve(allocation: AllocationReport, path: Path) -> None:
+    """Write a PNG: the best sum of scores for each budget, the choice, and every candidate alone."""
+    # Without pyplot, which keeps global state and may want a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    timed = allocation.milliseconds is not None
+    factor = 1e-6 if timed else 8 / allocation.elements
+    # Only a logarithm of what is not zero: everything in floating point has no error.
+    points = [(cost * factor, score) for cost, score in allocation.curve if score > 0]
+    if points:
+        axes.plot(*zip(*points), label="best for each budget")
+    for name, (cost, score) in allocation.uniform.items():
+        if score > 0:
+            axes.plot(cost * factor, score, "x", label=f"all {name}")
+    cost = sum(row.costs[row.chosen] for row in allocation.rows)
+    if allocation.score > 0:
+        axes.plot(cost * factor, allocation.score, "o", label=f"chosen, budget {allocation.budget}")
+    axes.set_yscale("log")
+    axes.set_xlabel("ms" if timed else "bits an element, scales included")
+    axes.set_ylabel(allocation.measure)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=7)
+    figure.savefig(path, format="png", dpi=110)

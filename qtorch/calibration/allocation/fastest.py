@@ -10,15 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...model.install import check_model
-from ...model.module_repr import get_model_size_in_bytes
-from ...model.targets import Filter
+from ...model import install, module_repr, targets
 from ...primitives.sqnr import compute_error
 from ...recipes.base import Recipe
 from ..captures import Use, UseRecorder
 from ..data import Data, run_batches
-from .allocation import Allocation
-from .allocation_report import Row
+from .allocation import Allocation, Row
 from .items import Candidates, Item, find_items, nbytes_under, product_times
 
 SAMPLE_ROWS = 256
@@ -39,7 +36,7 @@ def fastest(
     candidates: Candidates,
     example: Any,
     *,
-    filter_fn: Filter | None = None,
+    filter_fn: targets.Filter | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     min_sqnr: float | None = None,
 ) -> Allocation:
@@ -62,20 +59,18 @@ def fastest(
     Raises:
         ValueError: a weight is not of a linear layer, is not used by the example, or no candidate reaches `min_sqnr`.
     """
-    check_model("fastest", model)
+    install.check_model("fastest", model)
     items = find_items(model, candidates, filter_fn, experts=False)
     if others := [item.name for item in items if not item.is_product]:
         raise ValueError(f"fastest: takes linear layers, got {', '.join(others[:4])}; leave them out of the candidates")
     seen = _inputs(items, model, Data([example], forward))
     if missing := [item.name for item in items if not seen[item.parameter].rows]:
-        raise ValueError(
-            f"fastest: the example does not use {', '.join(missing[:4])}; leave them out by filter_fn, or give another"
-        )
+        raise ValueError(f"fastest: the example does not use {', '.join(missing[:4])}; leave them out by filter_fn")
     known: dict[Any, list[int]] = {}
     rows = [_row(item, seen[item.parameter], min_sqnr, known) for item in items]
     recipes: dict[str, Recipe | None] = {item.name: item.candidates[row.chosen] for item, row in zip(items, rows)}
     least = sum(row.nanoseconds[row.chosen] for row in rows)
-    rest = get_model_size_in_bytes(model) - sum(item.parameter.nbytes for item in items)
+    rest = module_repr.get_model_size_in_bytes(model) - sum(item.parameter.nbytes for item in items)
     measure = "relative squared error of outputs of layers"
     return Allocation(tuple(rows), "fastest", least, rest, measure, recipes=recipes)
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...model.targets import Filter, Target, find_targets
+from ...model.targets import Filter, Target, find_targets, named_errors
 from ...primitives import MinMaxRule
 from ...recipes.base import Recipe, WeightRecipe
-from .allocation_report import Row, candidate_name
+from .allocation import Row, candidate_name
 
 Candidate = WeightRecipe | None
 """A recipe without data, or None: the weight stays in floating point."""
@@ -65,6 +65,7 @@ class Item:
         return Row(self.name, tuple(also), shape, matrix.numel(), names, *costs, self.unfit)
 
 
+@named_errors("allocate")
 def find_items(
     model: nn.Module, candidates: Candidates, filter_fn: Filter | None, *, experts: bool = True
 ) -> list[Item]:
@@ -194,13 +195,18 @@ def product_times(item: Item, rows: int, known: dict[Any, list[int]] | None = No
     key = (tuple(weight.shape), weight.dtype, weight.device, item.candidates, rows)
     if key not in known:
         x = torch.randn(rows, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-        known[key] = [round(ns) for ns in interleaved_medians([_product(x, weight, each) for each in item.candidates])]
+        known[key] = [
+            round(ns)
+            for ns in interleaved_medians(
+                [product(x, each.apply(weight) if each else weight) for each in item.candidates]
+            )
+        ]
     return known[key]
 
 
-def _product(x: Tensor, weight: Tensor, candidate: Candidate) -> Callable[[], None]:
-    made = weight if candidate is None else candidate.apply(weight)
-    parameter = nn.Parameter(made, False)
+def product(x: Tensor, weight: Tensor) -> Callable[[], None]:
+    """A function that multiplies `x` by `weight`, and returns when it is done."""
+    parameter = nn.Parameter(weight, False)
     on_gpu = x.device.type == "cuda"
 
     def run() -> None:

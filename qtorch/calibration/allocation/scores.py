@@ -26,7 +26,7 @@ from ...dtypes import QuantizedTensor
 from ...model.targets import Target
 from ...primitives import QuantSpec
 from ...recipes.base import WeightRecipe
-from ..data import Data, eval_mode
+from ..data import Data, eval_mode, tensors_of
 from ..engine import InOrder
 from ..output_gradients import OutputGradients, without_parameter_gradients
 from ..rounding import Grid, Rounding
@@ -81,12 +81,10 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, output: Any, mask: Tensor | None, logits: bool = False) -> Rows:
         """The rows of a model's output: of its `logits` if there are any, else of its first tensor in floating point.
-
-        `mask` says which tokens count if it has the first axes of the output; `logits` takes any output for logits.
-        """
+        `mask` says which tokens count if it has the first axes of the output; `logits` takes any output for logits."""
         logits_of = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         named = isinstance(logits_of, Tensor) and logits_of.is_floating_point()
-        values = logits_of if named else _first_tensor(output)
+        values = logits_of if named else next(iter(tensors_of(output)), None)
         if values is None:
             raise TypeError(
                 f"allocate: takes a model whose output holds a tensor in floating point, this one gave a "
@@ -119,17 +117,6 @@ class Rows(NamedTuple):
         return functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
-def _first_tensor(output: Any) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    parts: Sequence[Any] = ()
-    if isinstance(output, Mapping):
-        parts = list(output.values())
-    elif isinstance(output, tuple | list):
-        parts = output
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
-
-
 @dataclass
 class Scores:
     """The score of each candidate of one weight, from so many rows of inputs, and the products with it in a batch."""
@@ -158,9 +145,7 @@ def score_weights(
     rounding: Rounding | None = None,
     seed: int = 0,
 ) -> list[Scores]:
-    """The scores of all items, of the weights alone without data; those that no batch uses count as sensitive as the
-    median of the others.
-    """
+    """The scores of all items, of weights alone without data; unused ones are as sensitive as the median of others."""
     if data is None:
         return [Scores([error / 2 for error in _relative_errors(item)]) for item in items]
     seen = _watch_outputs(items, model, data, gradients, loss, seed)
@@ -210,10 +195,7 @@ def _watch_outputs(
 
 
 def _scored(
-    item: Item,
-    seen: OutputSensitivity,
-    rounding: Rounding | None,
-    found: Statistics | Mapping[int, Statistics],
+    item: Item, seen: OutputSensitivity, rounding: Rounding | None, found: Statistics | Mapping[int, Statistics]
 ) -> Scores:
     of_matrices: dict[int | None, Any] = {None: found} if item.matrix.dim() == 2 else dict(found)  # type: ignore[arg-type]
     # The moments of the matrices that got inputs.
@@ -243,9 +225,7 @@ def _score(
     if candidate is None or not of_matrices:
         return 0.0
     if rounding is not None and candidate.prunes:
-        raise ValueError(
-            f"allocate: {candidate} prunes weights, which rounding={rounding} does not; leave out rounding"
-        )
+        raise ValueError(f"allocate: {candidate} prunes weights, which rounding={rounding} does not; leave it out")
     weight, kind = item.matrix, activation_error(candidate)
     whole = None if rounding is not None else _nearest(candidate, weight)
     total = sum(of_one[SecondMoment].rows for of_one in of_matrices.values())

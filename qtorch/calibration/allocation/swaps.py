@@ -7,15 +7,14 @@ if the divergence from the float model falls. Swaps that the scores say cost lea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..data import Data, eval_mode
-from ..engine.in_order import put
+from ..engine.in_order import installed
 from .items import Item
 from .scores import Rows
 
@@ -73,24 +72,13 @@ class Divergence:
     def of(self, parameters: Sequence[nn.Parameter]) -> float:
         """The mean over all rows, with these weights in place of the items."""
         total, count = 0.0, 0
-        with eval_mode(self.model), installed(self.items, parameters):
+        places = [(item.target, parameter) for item, parameter in zip(self.items, parameters, strict=True)]
+        with eval_mode(self.model), installed(places):
             for index, reference in enumerate(self.of_float):
                 divergence = reference.divergence(self._rows(index))
                 total += float(divergence.double().sum())
                 count += len(divergence)
         return total / max(1, count)
-
-
-@contextmanager
-def installed(items: Sequence[Item], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """These parameters in place of the weights of the items, which come back at the end."""
-    try:
-        for item, parameter in zip(items, parameters, strict=True):
-            put(item.target, parameter)
-        yield
-    finally:
-        for item in items:
-            put(item.target, item.parameter)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Calibration in the order of the model, one block at a time."""
 
-from . import fingerprint
 from .estimate import estimate
 from .in_order import BlockLearner, BlockRun, InOrder, of_weight
-from .progress import Progress, Resumable
+from .progress import Progress, Resumable, fingerprint, fingerprint_of_data, fingerprint_of_weights
 
-__all__ = ["BlockLearner", "BlockRun", "InOrder", "Progress", "Resumable", "estimate", "fingerprint", "of_weight"]
+__all__ = ["BlockLearner", "BlockRun", "InOrder", "Progress", "Resumable", "estimate", "of_weight"]
+__all__ += ["fingerprint", "fingerprint_of_data", "fingerprint_of_weights"]

@@ -59,17 +59,14 @@ def estimate(
         batches=len(run.batches),
         blocks=len(blocks),
         statistics_bytes=max((_statistics_bytes(stage, run) for stage in stages), default=0),
-        work_bytes=max((_work_bytes(weight) for weight in parameters), default=0),
+        work_bytes=max((4 * (_WORK * k**2 + _COPIES * n * k) for _, n, k in map(_shape, parameters)), default=0),
         stream_bytes=streams,
         seconds=seconds,
     )
 
 
 def _sample(run: InOrder[Any], units: Sequence[Unit], blocks: Sequence[nn.Module]) -> tuple[float, float]:
-    """Seconds of rounding for an operation, and of the statistics of a batch for an element.
-
-    They are those of the weight with most operations in the first unit.
-    """
+    """Seconds of rounding for an operation, and of statistics for an element, of a weight of the first unit."""
     unit = next((unit for unit in units if unit.block is not None and unit.stages), units[0] if units else None)
     if unit is None:
         return 0.0, 0.0
@@ -118,11 +115,6 @@ def _statistics_bytes(stage: Stage, run: InOrder[Any]) -> int:
         size = sum(4 * _columns(weight) ** 2 * (2 if kind.paired else 1) for kind in moments)
         of_each.append(size * (weight.shape[0] if weight.dim() == 3 else 1))
     return max(of_each) if stage.once else sum(of_each)
-
-
-def _work_bytes(weight: Tensor) -> int:
-    _, rows, columns = _shape(weight)
-    return 4 * (_WORK * columns**2 + _COPIES * rows * columns)
 
 
 def _output_bytes(run: InOrder[Any], blocks: Sequence[nn.Module]) -> int:

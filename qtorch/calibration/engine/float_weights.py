@@ -27,18 +27,11 @@ class Weights:
 
 
 class Streamed(Weights):
-    """Weights that are read when a block runs, and let go when it has run; a context manager.
+    """Weights that are read by their names when a block runs, and let go when it has run; a context manager.
 
-    While it is open, the parameters of the model are on the CPU: those outside of blocks have their values, those of
-    blocks are NaN, in a few bytes, unless the block runs. Then the model is what it was, on the meta device.
-
-    Args:
-        model: its parameters are on the meta device, its buffers are too if they are stored.
-        read: name of a parameter or buffer -> its value.
-        stored: whether there is a value of this name.
-
-    Raises:
-        ValueError: a buffer has no value.
+    While it is open, the parameters of the model, which is on the meta device, are on the CPU: those outside of blocks
+    have their values, those of blocks are NaN, in a few bytes, unless the block runs. `stored` says whether there is a
+    value of a name.
     """
 
     stay = False

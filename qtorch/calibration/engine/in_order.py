@@ -19,12 +19,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from ...checkpoint.part_file import Damaged
 from ...model.targets import Target
 from ..captures import Key, Use, UseRecorder, without_padding
-from ..data import Data, eval_mode
+from ..data import Data, eval_mode, tensors_of
 from ..statistics import NoInputs, Statistic, Statistics
 from .float_weights import Weights
 from .progress import Progress
@@ -47,11 +47,9 @@ class StageInputs:
 
 @dataclass(eq=False)
 class BlockRun:
-    """A block with quantized weights, run on the inputs that it has in the model as quantized so far.
-
-    `output` gives that of a batch in the float model, `masks` the tokens that count, and `names` those of the weights
-    that can be replaced in the block.
-    """
+    """A block with quantized weights, run on the inputs that it has in the model as quantized so far. `output` gives
+    that of a batch in the float model, `masks` the tokens that count, `names` those of the weights that can be replaced
+    in the block."""
 
     block: nn.Module
     calls: Sequence[Call]
@@ -65,20 +63,14 @@ class BlockRun:
         # A block may write into its inputs.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch]))
         output = functional_call(self.block, named, args, kwargs)
-        found, wanted = _hidden_states(output), _hidden_states(self.output(batch))
+        found, wanted = (next(iter(tensors_of(of)), None) for of in (output, self.output(batch)))
+        if found is None or wanted is None:
+            raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")
         error = (found - wanted).float()
         mask = self.masks[batch]
         if mask is not None and tuple(error.shape[: mask.dim()]) == tuple(mask.shape):
             error, wanted = error[mask.to(error.device)], wanted[mask.to(error.device)]
         return error.square().sum() / wanted.float().square().sum()
-
-
-def _hidden_states(output: Any) -> Tensor:
-    """The first tensor of what a block returns."""
-    for value in tree_flatten(output)[0]:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value
-    raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")
 
 
 class BlockLearner(Protocol):
@@ -99,14 +91,8 @@ def of_weight(made: Mapping[str, M], name: str, weight: Tensor) -> M:
 class InOrder(Generic[M]):
     """One pass over the weights of a model; a context manager, after which the model has its float weights again.
 
-    Args:
-        targets: the weights, with recipes that say which `statistics` they take, and which `learner`.
-        progress: what an earlier pass has done already, and where this one keeps what it does.
-        weights: where the float weights are, by default in memory. If they are streamed, what is made of the weights of
-            blocks is with `progress` only.
-
-    Attributes:
-        made: float parameter -> what was installed in its place; the tensor comes first.
+    What is `made` of each float parameter, a tuple whose first item is the tensor, and the outputs of blocks are kept
+    with `progress`. Streamed `weights` of blocks that are done are with `progress` only.
     """
 
     def __init__(
@@ -119,6 +105,7 @@ class InOrder(Generic[M]):
     ) -> None:
         self.model, self.data, self.batches = model, data, data.checked()
         self.targets = {id(target.parameter): target for target in targets}
+        self._floats = [(target, target.parameter) for target in targets]
         self.recipes: dict[int, Any] = {id(target.parameter): target.recipe for target in targets}
         self.learns = any(recipe.learner is not None for recipe in self.recipes.values())
         self.paired = self.learns or any(kind.paired for of in self.recipes.values() for kind in of.statistics)
@@ -192,7 +179,7 @@ class InOrder(Generic[M]):
         calls = None if block is None else self.quantized.calls(block)
         of_float = None
         if block is not None and self.paired:
-            with self._floats():
+            with installed(self._floats):
                 of_float = self.of_float.calls(block)
         for stage in unit.stages:
             found = self.statistics(stage, block, calls, of_float)
@@ -200,7 +187,7 @@ class InOrder(Generic[M]):
                 yield self.targets[id(weight)], self.of_matrices(found, weight)
         if block is not None and calls is not None:
             if of_float is not None:
-                with self._floats():
+                with installed(self._floats):
                     self.of_float.finish(block, of_float)
             if self.learns:
                 self._learn(block, calls)
@@ -243,7 +230,7 @@ class InOrder(Generic[M]):
         for batch in range(len(self.batches)):
             seen, pair = self._inputs(stage, self.quantized, block, calls, batch), StageInputs()
             if of_float is not None or (self.paired and block is None):
-                with self._floats():
+                with installed(self._floats):
                     pair = self._inputs(stage, self.of_float, block, of_float, batch)
             residual = None
             if seen.residual is not None and pair.residual is not None:
@@ -328,22 +315,24 @@ class InOrder(Generic[M]):
         put(target, nn.Parameter(made[0], False))
 
     def _put_floats(self) -> None:
-        for target in self.targets.values():
-            put(target, target.parameter)
-
-    @contextmanager
-    def _floats(self) -> Iterator[None]:
-        """With the float weights in place."""
-        now = [(target, target.slot.module._parameters[target.slot.attribute]) for target in self.targets.values()]
-        self._put_floats()
-        try:
-            yield
-        finally:
-            for target, parameter in now:
-                put(target, parameter)
+        for target, parameter in self._floats:
+            put(target, parameter)
 
 
 def put(target: Target[Any], parameter: nn.Parameter | None) -> None:
     """Put a parameter in all places of a weight."""
     for slot in target.slots:
         slot.module._parameters[slot.attribute] = parameter
+
+
+@contextmanager
+def installed(parameters: Sequence[tuple[Target[Any], nn.Parameter]]) -> Iterator[None]:
+    """With these parameters in place of weights; then with those that were there."""
+    now = [(target, target.slot.module._parameters[target.slot.attribute]) for target, _ in parameters]
+    try:
+        for target, parameter in parameters:
+            put(target, parameter)
+        yield
+    finally:
+        for target, before in now:
+            put(target, before)

@@ -13,6 +13,8 @@ checksums and by its form, and all is begun anew.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -20,12 +22,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
-from ...checkpoint import part_file
+from ...checkpoint import part_file, save, sources, tensor_file
 from ...checkpoint.part_file import Damaged, clear_folder, read_journal, write_journal
-from ...checkpoint.save import save_quantized
-from ...checkpoint.sources import QtorchSource
+from ...dtypes import QuantizedTensor
+from ..data import Data
 from .streams import OnDisk, OutputStore
 
 M = TypeVar("M")
@@ -60,28 +64,17 @@ class Progress(Generic[M]):
 
 
 class Resumable(Progress[M]):
-    """Progress in a folder; a context manager that holds its lock.
+    """Progress in a folder, which is made if there is none; a context manager that holds its lock.
 
-    Args:
-        folder: made if there is none; its parent exists.
-        fingerprint: part (weights, data, ...) -> text that differs if that part does.
-        encode: what was made -> (the weight, JSON data).
-        decode: the inverse.
-        anew: begin anew, instead of an error, if the folder holds the progress of something else.
-
-    Attributes:
-        complete: all units are done.
-
-    Raises:
-        FileNotFoundError: there is no folder for `folder`.
-        BlockingIOError: another process uses the folder.
-        ValueError: the folder holds the progress of something else.
+    `fingerprint` has for each part (weights, data, ...) a text that differs if that part does. `encode` makes of what
+    was made (the weight, JSON data), and `decode` is the inverse. A folder that holds the progress of something else is
+    an error, or with `anew` begun anew. `complete` says that all units are done.
     """
 
     def __init__(
         self,
         folder: Path,
-        fingerprint: Mapping[str, str],
+        parts: Mapping[str, str],
         encode: Callable[[M], tuple[Tensor, Any]],
         decode: Callable[[Tensor, Any], M],
         *,
@@ -89,9 +82,9 @@ class Resumable(Progress[M]):
     ) -> None:
         self.anew = anew
         self.folder, self._journal = folder, folder / part_file.JOURNAL
-        self.fingerprint = {**fingerprint, "version of qtorch": _version()}
+        self.fingerprint = {**parts, "version of qtorch": _version()}
         self.encode, self.decode = encode, decode
-        self._sources: dict[int, QtorchSource] = {}
+        self._sources: dict[int, sources.QtorchSource] = {}
         if not folder.absolute().parent.is_dir():
             raise FileNotFoundError(f"resume: there is no folder {folder.absolute().parent}")
         part_file.own_folder(folder)
@@ -175,7 +168,7 @@ class Resumable(Progress[M]):
     def _of_unit(self, unit: int, name: str) -> M:
         try:
             if unit not in self._sources:
-                self._sources[unit] = QtorchSource.open(self._path(unit), verify=True, mmap=False)
+                self._sources[unit] = sources.QtorchSource.open(self._path(unit), verify=True, mmap=False)
             source = self._sources[unit]
             if name not in source.names - source.aliases.keys():
                 raise ValueError(f"{source.path}: it has no {name}")
@@ -189,7 +182,7 @@ class Resumable(Progress[M]):
     def finish(self, unit: int, units: int, made: Mapping[str, M]) -> dict[str, M]:
         encoded = {name: self.encode(value) for name, value in made.items()}
         if encoded:
-            save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
+            save.save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
         rows = [*self.rows, {name: row for name, (_, row) in encoded.items()}]
         self.complete = len(rows) == units
         journal = {"version": VERSION, "fingerprint": self.fingerprint, "complete": self.complete, "units": rows}
@@ -204,3 +197,52 @@ def _version() -> str:
         return version("qtorch")
     except PackageNotFoundError:
         return "unknown"
+
+
+# Fingerprints: short texts that differ when the weights of a model, or the data, do.
+
+
+def fingerprint(data: Any) -> str:
+    """The fingerprint of JSON data."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def fingerprint_of_weights(model: nn.Module) -> str:
+    """The fingerprint of all parameters and buffers, and of the class of the model."""
+    tensors = {name: _of_tensor(tensor) for name, (_, _, tensor) in tensor_file.places_of(model)}
+    return fingerprint([type(model).__qualname__, tensors])
+
+
+def fingerprint_of_data(data: Data) -> str:
+    """The fingerprint of batches, and of the names of the functions that use them."""
+    functions = [
+        f"{f.__module__}.{f.__qualname__}" if hasattr(f, "__qualname__") else type(f).__qualname__
+        for f in (data.forward, data.mask)
+        if f is not None
+    ]
+    batches = []
+    for batch in data.batches:
+        leaves, spec = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+        batches.append([str(spec), [_of_leaf(leaf) for leaf in leaves]])
+    return fingerprint([functions, batches])
+
+
+def _of_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return ["tensor", _of_tensor(leaf)]
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return leaf
+    if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
+        return ["array", _of_tensor(torch.as_tensor(leaf, device="cpu"))]
+    raise ValueError(
+        f"resume: a batch holds a {type(leaf).__name__}, which has no fingerprint; give batches of tensors, "
+        "numbers and text, or calibrate without resume="
+    )
+
+
+def _of_tensor(tensor: Tensor) -> Any:
+    if isinstance(tensor, QuantizedTensor):
+        return [repr(tensor.scheme), {name: _of_tensor(inner) for name, inner in tensor.inner_tensors.items()}]
+    if tensor.is_meta or nn.parameter.is_lazy(tensor):
+        return "no values"
+    return tensor_file.checksum(tensor.detach().cpu())

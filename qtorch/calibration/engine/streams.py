@@ -33,11 +33,8 @@ _ROOM = 1 << 16
 
 
 class OutputStore:
-    """The outputs of blocks, of each batch, in memory.
-
-    An output is any structure of tensors that `torch.utils._pytree` knows. Its tensors are kept contiguous, so that
-    products with them give the same bits wherever they were kept.
-    """
+    """The outputs of blocks, of each batch, in memory: structures of tensors that `torch.utils._pytree` knows. Tensors
+    are kept contiguous, so that products with them give the same bits wherever they were kept."""
 
     in_memory = True
 
@@ -158,10 +155,7 @@ def _spec(text: str) -> Any:
 def _check_storable(value: Any) -> None:
     if isinstance(value, Tensor):
         if type(value) is not Tensor or value.layout is not torch.strided or value.dtype not in NAMES:
-            raise ValueError(
-                f"a block returns a {type(value).__name__} of {value.dtype}, which cannot be kept on disk; calibrate "
-                "without resume="
-            )
+            raise ValueError(f"a block returns {value.dtype}, which cannot be kept on disk; calibrate without resume=")
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise ValueError(
             f"a block returns a {type(value).__name__}, which cannot be kept on disk; calibrate without resume=, or "
@@ -197,10 +191,8 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 class Stream:
-    """One of the two models as it runs block by block on `count` batches.
-
-    It keeps the outputs of the block before and of the blocks `keep`, which later parts of the model need, in `store`.
-    """
+    """One of the two models as it runs block by block on `count` batches. It keeps the outputs of the block before and
+    of the blocks `keep`, which later parts of the model need, in `store`."""
 
     def __init__(
         self,
@@ -292,10 +284,8 @@ class _Calls(Sequence[Call]):
 
 
 def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """The blocks whose outputs have to be kept: none if each block depends on the one before only, or else all.
-
-    It is found by experiment on the first batch: the inputs of each block with and without the outputs of all others.
-    """
+    """The blocks whose outputs have to be kept: none if each block depends on the one before only, or else all. Found
+    by experiment on the first batch: the inputs of each block with and without the outputs of all others."""
     # The last blocks of their lists: the last layer of an encoder, for example.
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     lasts = [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]

@@ -21,11 +21,8 @@ CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 @dataclass
 class Stage:
-    """Weights that are quantized together, because they have the same inputs.
-
-    If `once`, each is used once in a forward, as a whole. If `adds`, it is one weight, whose output is added to a
-    residual.
-    """
+    """Weights that are quantized together, because they have the same inputs: each is used once in a forward, as a
+    whole (`once`); of one weight, whether its output is added to a residual (`adds`)."""
 
     weights: list[Tensor]
     once: bool = True
@@ -42,10 +39,7 @@ class Unit:
 
 @torch.no_grad()
 def trace(
-    model: nn.Module,
-    run: Callable[[], Any],
-    weights: Sequence[Tensor],
-    transposed: Container[int] = (),
+    model: nn.Module, run: Callable[[], Any], weights: Sequence[Tensor], transposed: Container[int] = ()
 ) -> list[Unit]:
     """The units of a model in the order in which `run`, on one batch, runs them."""
     calls = _Calls(model)
@@ -117,10 +111,8 @@ class _Calls:
 
 
 def _find_blocks(model: nn.Module, calls: _Calls, weights: Sequence[Tensor]) -> list[nn.Module]:
-    """The members of the outermost containers whose members are all called once and hold weights.
-
-    A weight that is also used elsewhere, such as a shared layer, keeps its container from being blocks.
-    """
+    """The members of the outermost containers whose members are all called once and hold weights. A weight that is also
+    used elsewhere, such as a shared layer, keeps its container from being blocks."""
     of_interest = {id(weight) for weight in weights}
     for kind in CONTAINERS:
         found: list[nn.Module] = []

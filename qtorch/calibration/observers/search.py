@@ -22,15 +22,7 @@ ROUNDS = 2
 
 @dataclass(frozen=True, repr=False)
 class RangeSearch(Observer):
-    """Base class of observers that try `steps` factors from 1 to `smallest`.
-
-    Args:
-        steps: number of factors, 2 or more.
-        smallest: the last of them, above 0 and below 1.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
+    """Base class of observers that try `steps` factors, 2 or more, from 1 to `smallest`, above 0 and below 1."""
 
     statistic: ClassVar[type[Statistic]] = Histogram
 
@@ -39,16 +31,12 @@ class RangeSearch(Observer):
 
     def __post_init__(self) -> None:
         if self.steps < 2 or not 0 < self.smallest < 1:
-            raise ValueError(
-                f"{self.name}: needs steps >= 2 and 0 < smallest < 1, got {self.steps} and {self.smallest}"
-            )
+            raise ValueError(f"{self.name}: needs steps >= 2 and 0 < smallest < 1, got {self.steps}, {self.smallest}")
 
 
 def best_range(low: Tensor, high: Tensor, spec: QuantSpec, steps: int, smallest: float, score: Score) -> MinMax:
-    """The best of the ranges f low, f high with `steps` factors f from 1 to `smallest`; the widest of equal ones.
-
-    With an asymmetric mapping, whose ends are free, each end is then moved alone by such factors.
-    """
+    """The best of the ranges f low, f high with `steps` factors f from 1 to `smallest`; the widest of equal ones. With
+    an asymmetric mapping, whose ends are free, each end is then moved alone by such factors."""
     factors = torch.linspace(1, smallest, steps, device=low.device, dtype=torch.float32)
     low, high = low.clamp(max=0), high.clamp(min=0)
     best = factors[score(low * factors, high * factors).argmin()]

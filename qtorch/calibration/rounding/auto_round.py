@@ -34,13 +34,9 @@ MOST, MOMENTUM = 0.5, 0.9
 
 @dataclass(frozen=True, eq=False)
 class Learnable:
-    """A weight whose codes have been chosen: its grids, several for experts, and what is needed to change them.
-
-    Attributes:
-        values: what gives (N, K) of each grid, what the codes were chosen for.
-        as_parameter: the same number of matrices (N, K) -> the parameter that they stand for.
-        with_grids: (learned grids, seconds that it took) -> the weight with them and the report on it.
-    """
+    """A weight whose codes have been chosen for `values`, (N, K) of each grid: its grids, several for experts; what
+    makes the parameter of as many matrices (N, K); and what makes the weight and its report of learned grids and the
+    seconds that it took."""
 
     grids: Sequence[Grid]
     values: Callable[[], Sequence[Tensor]]

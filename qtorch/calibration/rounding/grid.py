@@ -21,24 +21,16 @@ import torch
 from torch import Tensor
 
 from ...dtypes import QuantizedTensor, quantized_type
-from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec
-from ...primitives.double_quant import dequantize_scale, quantize_scale
+from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec, double_quant
 from ...primitives.jsonable import jsonable
 from ...primitives.spec import Scheme
 
 
 @dataclass
 class Grid:
-    """The values that a weight (N, K) can take under `spec`, and its codes.
-
-    Attributes:
-        spec: of the weight.
-        dtype: logical dtype of the weight.
-        stored: the tensors of the scale, as they are stored (see `primitives.double_quant`).
-        other: zero points (one per block), tables, or None.
-        codes: (N, K), in the storage dtype of the spec.
-        mask: (N, K) bool, which elements may differ from zero; None: all.
-    """
+    """The values that a weight (N, K) of a logical dtype can take under `spec`, and its codes. `stored` has the tensors
+    of the scale as they are stored (see `primitives.double_quant`), `other` zero points, one per block, or tables;
+    where `mask` (N, K) is false, elements are zero."""
 
     spec: QuantSpec | CodebookSpec
     dtype: torch.dtype
@@ -49,23 +41,16 @@ class Grid:
 
     @classmethod
     def of(
-        cls,
-        weight: Tensor,
-        spec: Any,
-        dtype: torch.dtype,
-        importance: Tensor | None = None,
-        mask: Tensor | None = None,
+        cls, weight: Tensor, spec: Any, dtype: torch.dtype, importance: Tensor | None = None, mask: Tensor | None = None
     ) -> Grid:
-        """The grid that `spec` chooses for `weight` (N, K), with the nearest codes; groups have scales of `dtype`.
-
-        `importance` (K,) is for tables that are fitted by k-means.
-        """
+        """The grid that `spec` chooses for `weight` (N, K), with the nearest codes; groups have scales of `dtype`, and
+        tables that are fitted by k-means weight columns by `importance` (K,)."""
         weight = (weight if mask is None else torch.where(mask, weight, 0)).to(dtype)
         other: Tensor | None
         if isinstance(spec, CodebookSpec):
-            stored = quantize_scale(spec.choose_scale(weight), spec.scale_spec)
+            stored = double_quant.quantize_scale(spec.choose_scale(weight), spec.scale_spec)
             weights = None if importance is None or spec.table is not None else importance.expand_as(weight)
-            other = spec.choose_table(weight, dequantize_scale(stored, spec.scale_spec), weights)
+            other = spec.choose_table(weight, double_quant.dequantize_scale(stored, spec.scale_spec), weights)
         else:
             stored, other = spec.choose_stored_qparams(weight)
         grid = cls(spec, dtype, stored, other, torch.empty(0, dtype=torch.float32, device="cpu"), mask)
@@ -80,7 +65,7 @@ class Grid:
     @property
     def scale(self) -> Tensor:
         """The scale in floating point, one element per block."""
-        return dequantize_scale(self.stored, self.spec.scale_spec)
+        return double_quant.dequantize_scale(self.stored, self.spec.scale_spec)
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -93,7 +78,7 @@ class Grid:
 
     def with_scale(self, scale: Tensor) -> Grid:
         """The same codes with another scale, rounded to the form in which scales are stored."""
-        stored = quantize_scale(scale.to(self.scale.dtype), self.spec.scale_spec)
+        stored = double_quant.quantize_scale(scale.to(self.scale.dtype), self.spec.scale_spec)
         return replace(self, stored=stored)
 
     @property
@@ -168,10 +153,8 @@ class Rounding:
 
 
 class Refinement:
-    """Base class of algorithms that improve a rounded weight; a frozen, JSON-able dataclass.
-
-    tr(D H D^T) of the result is never larger than before, for the damped H.
-    """
+    """Base class of algorithms that improve a rounded weight; a frozen, JSON-able dataclass. tr(D H D^T) of the result
+    is never larger than before, for the damped H."""
 
     def refine(self, weight: Tensor, moment: Tensor, grid: Grid) -> Grid:
         """`grid` with better codes or scales for `weight` (N, K) and the damped second moment (K, K)."""
@@ -212,9 +195,7 @@ def damped(moment: Tensor, damping: float, order: Tensor | None = None) -> Tenso
 
 def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple[Tensor, float]:
     """(the lower Cholesky factor of the damped H, the damping used), with more damping where the factorization fails.
-
-    The factor takes the place of the damped H, so that one matrix (K, K) is in memory beside H.
-    """
+    The factor takes the place of the damped H, so that one matrix (K, K) is in memory beside H."""
     if not bool(torch.isfinite(torch.stack(moment.aminmax())).all()):
         raise ValueError("the second moment of the inputs is not finite: the calibration data gives NaN or infinities")
     for _ in range(RETRIES):
@@ -229,8 +210,6 @@ def factor(moment: Tensor, damping: float, order: Tensor | None = None) -> tuple
 
 def saliency(weight: Tensor, moment: Tensor) -> Tensor:
     """w^2 / (H^-1)_jj, (N, K): how much the error grows if an element becomes zero and all others make up for it.
-
-    Source: Optimal Brain Surgeon; SparseGPT, arXiv 2301.00774, section 3.
-    """
+    Source: Optimal Brain Surgeon; SparseGPT, arXiv 2301.00774, section 3."""
     lower, _ = factor(moment, PRUNING_DAMPING)
     return weight.float().square() / torch.cholesky_inverse(lower, out=lower).diagonal()

@@ -6,7 +6,6 @@ They change no output of the model (but `clip`, which says so): places where cha
 graph of `torch.export`, tried with numbers, and left alone where the outputs change (docs/guides/transforms.md).
 """
 
-from .base import Transform, run_transforms
 from .clip import Clip
 from .clip import Clip as clip
 from .rotate import Rotate
@@ -14,5 +13,6 @@ from .rotate import Rotate as rotate
 from .scaling import Awq, Smooth
 from .scaling import Awq as awq
 from .scaling import Smooth as smooth
+from .work import Transform, run_transforms
 
 __all__ = ["Awq", "Clip", "Rotate", "Smooth", "Transform", "awq", "clip", "rotate", "run_transforms", "smooth"]

@@ -23,10 +23,8 @@ from ...model.report import TransformReport
 from ...primitives import QuantSpec
 from ...primitives.jsonable import jsonable
 from ..rounding import Grid
-from .base import Transform
-from .inputs import TOKENS, WeightInputs, collect_inputs
-from .scaling import Consumer
-from .work import Work
+from .scaling import TOKENS, Consumer, WeightInputs, collect_inputs
+from .work import Transform, Work
 
 
 @jsonable

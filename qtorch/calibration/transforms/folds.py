@@ -2,33 +2,77 @@
 
     norm(x) * t -> (W / t) norm(x) t         rows of W_1 times t, columns of W_2 divided by t
 
-They are found in the graph of the model, from each parameter (see `propagation`); no model is known by name.
+They are found in the graph of the model, from each parameter (see `propagation`); no model is known by name. The new
+values are those of new parameters in all places of the old ones, which are not written to: `quantize_` puts the old
+ones back after an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .parameters import Parameters, computing_dtype
+from ...model.install import Change, install, keep_attributes
 from .propagation import ModelGraph, Propagation, axis_labels, factors, ids, shape_of
 from .rules import rule_of
 
 
+class Parameters:
+    """The parameters of a model; a tied one has its first name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.slots: dict[str, list[tuple[nn.Module, str]]] = {}
+        first: dict[int, str] = {}
+        for module_name, module in model.named_modules(remove_duplicate=True):
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = first.setdefault(id(parameter), f"{module_name}.{attribute}" if module_name else attribute)
+                    self.slots.setdefault(name, []).append((module, attribute))
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        module, attribute = self.slots[name][0]
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        return parameter
+
+    def replace(self, values: Mapping[str, Tensor]) -> None:
+        """Replace parameters by new ones with these values, in the dtype of the old ones; all or none."""
+        made = {}
+        for name, value in values.items():
+            old = self[name]
+            made[name] = keep_attributes(nn.Parameter(value.to(old.dtype), old.requires_grad), old)
+        self.put(made)
+
+    def put(self, made: Mapping[str, nn.Parameter]) -> None:
+        """Put parameters in place of those with these names; all or none."""
+        places = [(place, parameter) for name, parameter in made.items() for place in self.slots[name]]
+        install([Change(module._parameters, attribute, parameter) for (module, attribute), parameter in places])
+
+    @contextmanager
+    def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """With parameters of these values, in the dtype of the values; then with the old ones again."""
+        old = {name: self[name] for name in values}
+        try:
+            self.put({name: nn.Parameter(value, False) for name, value in values.items()})
+            yield
+        finally:
+            self.put(old)
+
+
+def computing_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which new values of a parameter are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Scales t_1 .. t_n that may be multiplied into some parameters and out of others.
-
-    Attributes:
-        name: of the parameter whose channels are multiplied.
-        scales: n.
-        free: (n,) bool; the others have to be 1.
-        labels: name of a parameter -> by which scale each element is multiplied (see `labels`).
-        shifts: name of a parameter -> c where the model multiplies by (c + parameter).
-    """
+    """Scales t_1 .. t_n that may be multiplied into some parameters and out of others; those that are not `free` have
+    to be 1. `labels` say by which scale each element of a parameter is multiplied; the channels of `name` are. `shifts`
+    has c where the model multiplies by (c + parameter)."""
 
     name: str
     scales: int

@@ -15,9 +15,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
-from ..data import Data, eval_mode
+from ..data import Data, eval_mode, tensors_of
 
 
 class ExportFailed(Exception):
@@ -36,15 +35,11 @@ class _Call(nn.Module):
 
 
 class ModelGraph:
-    """The operations of a model between its parameters, inputs and outputs, as `torch.export` finds them.
+    """The operations of a model between its parameters, inputs and outputs, as `torch.export` finds them, in the order
+    in which they run. `parameters` has the name of each placeholder of a parameter, tied ones one name, and `uses` is
+    the inverse.
 
     The export runs the model on tensors without data, so that it needs no memory, whatever the size of the model.
-
-    Attributes:
-        nodes: in the order in which they run.
-        order: the index of each node.
-        parameters: placeholder -> name of the parameter; tied parameters have one name.
-        uses: name of a parameter -> its placeholders.
     """
 
     def __init__(self, model: nn.Module, data: Data, batch: Any) -> None:
@@ -68,14 +63,6 @@ class ModelGraph:
                 name = names[stored[node.name].removeprefix("model.")]
                 self.parameters[node] = name
                 self.uses.setdefault(name, []).append(node)
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of the output of a model, in floating point."""
-    leaves: list[Any] = []
-    for leaf in tree_leaves(output):
-        leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def shape_of(node: Any) -> tuple[int, ...] | None:
@@ -135,13 +122,8 @@ Rule = Callable[["Propagation", fx.Node], Labels]
 
 
 class Propagation:
-    """Scales of the channels of one parameter.
-
-    Attributes:
-        scaled: name of a parameter -> its labels.
-        shifts: name of a parameter -> c where the model multiplies by (c + parameter).
-        blocked: scale -> why it has to be 1.
-    """
+    """Scales of the channels of one parameter: the labels of all parameters that they scale, by name (`scaled`), c
+    where the model multiplies by (c + parameter) (`shifts`), and why scales have to be 1 (`blocked`)."""
 
     def __init__(self, graph: ModelGraph, rule: Callable[[fx.Node], Rule], name: str, labels: Tensor) -> None:
         self.graph = graph
@@ -246,7 +228,7 @@ class Propagation:
         if not self.is_parameter(node):
             return False
         while node not in self.graph.parameters:
-            fitting = VIEWS[_name(node)](fitting, *node.args[1:])
+            fitting = VIEWS[name_of(node)](fitting, *node.args[1:])
             node = node.args[0]
         shape = shape_of(node)
         if shape is None:
@@ -266,7 +248,7 @@ class Propagation:
     def is_parameter(self, node: Any) -> bool:
         """Whether a node is a parameter, or a view of one."""
         while isinstance(node, fx.Node) and node not in self.graph.parameters:
-            if _name(node) not in VIEWS:
+            if name_of(node) not in VIEWS:
                 return False
             node = node.args[0]
         return isinstance(node, fx.Node)
@@ -280,8 +262,9 @@ class Propagation:
         return self.shifts.setdefault(self.graph.parameters[node], value) == value
 
 
-def _name(node: fx.Node) -> str:
-    return str(node.target)
+def name_of(node: Any) -> str:
+    """The name of the operation of a node; empty for other values."""
+    return str(node.target) if isinstance(node, fx.Node) else ""
 
 
 def _permuted(labels: Tensor, axes: Any) -> Tensor:

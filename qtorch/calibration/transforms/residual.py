@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .propagation import VIEWS, ModelGraph, axis_labels, shape_of
+from .propagation import VIEWS, ModelGraph, axis_labels, name_of, shape_of
 
 Handler = Callable[["ResidualStream", fx.Node], bool]
 
@@ -23,10 +23,8 @@ class CannotRotate(Exception):
 
 
 class ResidualStream:
-    """The residual stream, of `size` channels, that starts at the first embedding.
-
-    `axes` are those along which each parameter is rotated; `norms` are the weights of norms, which have to be 1.
-    """
+    """The residual stream, of `size` channels, that starts at the first embedding: the `axes` along which each
+    parameter is rotated, and the weights of `norms`, which have to be 1."""
 
     def __init__(self, graph: ModelGraph) -> None:
         """Raises `CannotRotate`."""
@@ -43,9 +41,9 @@ class ResidualStream:
         self.require(first)
         while self.waiting:
             for user in list(self.waiting.pop().users):
-                read = READERS.get(_name(user))
+                read = READERS.get(name_of(user))
                 if read is None or not read(self, user):
-                    raise CannotRotate(f"{user.name} ({_name(user)}) reads it")
+                    raise CannotRotate(f"{user.name} ({name_of(user)}) reads it")
         self.axes = {name: self._agreed(name) for name in self.seen}
 
     def require(self, node: Any) -> None:
@@ -58,9 +56,9 @@ class ResidualStream:
         self.waiting.append(node)
         if self._parameter(node, -1, node):
             return
-        write = WRITERS.get(_name(node))
+        write = WRITERS.get(name_of(node))
         if write is None or not write(self, node):
-            raise CannotRotate(f"{node.name} ({_name(node)}) writes into it")
+            raise CannotRotate(f"{node.name} ({name_of(node)}) writes into it")
 
     def _pass(self, node: fx.Node) -> bool:
         """The output of a node is rotated as its inputs are."""
@@ -76,7 +74,7 @@ class ResidualStream:
             return False
         labels = axis_labels(shape, axis)
         while node not in self.graph.parameters:
-            inverse = VIEWS.get(_name(node)) if isinstance(node, fx.Node) else None
+            inverse = VIEWS.get(name_of(node)) if isinstance(node, fx.Node) else None
             if inverse is None:
                 return False
             labels, node = inverse(labels, *node.args[1:]), node.args[0]
@@ -91,9 +89,9 @@ class ResidualStream:
             pending = list(node.users)
             while pending:
                 user = pending.pop()
-                if _name(user) in VIEWS and user not in self.seen[name]:
+                if name_of(user) in VIEWS and user not in self.seen[name]:
                     pending += user.users
-                elif _name(user) not in IGNORED:
+                elif name_of(user) not in IGNORED:
                     uses.add(user)
         of_uses = list(self.seen[name].values())
         if uses != set(self.seen[name]) or any(axes != of_uses[0] for axes in of_uses):
@@ -103,18 +101,14 @@ class ResidualStream:
     def neutral(self, node: Any) -> bool:
         """Whether a node is the weight of a norm, which then has to be folded away."""
         while isinstance(node, fx.Node) and node not in self.graph.parameters:
-            scalar = _name(node) == "aten.add.Tensor" and not isinstance(node.args[1], fx.Node)
-            if not scalar and _name(node) not in VIEWS:
+            scalar = name_of(node) == "aten.add.Tensor" and not isinstance(node.args[1], fx.Node)
+            if not scalar and name_of(node) not in VIEWS:
                 return False
             node = node.args[0]
         if not isinstance(node, fx.Node) or shape_of(node) != (self.size,):
             return False
         self.norms[self.graph.parameters[node]] = None
         return True
-
-
-def _name(node: Any) -> str:
-    return str(node.target) if isinstance(node, fx.Node) else ""
 
 
 def _is_scale(node: Any) -> bool:
@@ -144,10 +138,6 @@ def _read_product(input: int, weight: int, transposed: bool) -> Handler:
     return read
 
 
-def _write_embedding(s: ResidualStream, node: fx.Node) -> bool:
-    return s._parameter(node.args[0], -1, node)
-
-
 def _write_sum(s: ResidualStream, node: fx.Node) -> bool:
     for operand in node.args[:2]:
         if operand != 0:
@@ -159,7 +149,7 @@ def _write_scaled(s: ResidualStream, node: fx.Node) -> bool:
     a, b = node.args[:2]
     if not _is_scale(b):
         a, b = b, a
-    if not _is_scale(b) or ("div" in _name(node) and a is not node.args[0]):
+    if not _is_scale(b) or ("div" in name_of(node) and a is not node.args[0]):
         return False
     s.require(a)
     return True
@@ -172,31 +162,27 @@ def _write_moved(s: ResidualStream, node: fx.Node) -> bool:
     return moves
 
 
-def _read_sum(s: ResidualStream, node: fx.Node) -> bool:
-    return _write_sum(s, node) and s._pass(node)
-
-
 def _read_scaled(s: ResidualStream, node: fx.Node) -> bool:
     a, b = node.args[:2]
-    if a is b and "mul" in _name(node):
+    if a is b and "mul" in name_of(node):
         return _only_summed(node)
     if b in s.rotated:
         a, b = b, a
-    divides_by = "div" in _name(node) and a is not node.args[0]
+    divides_by = "div" in name_of(node) and a is not node.args[0]
     if divides_by or b in s.rotated or not (_is_scale(b) or s.neutral(b)):
         return False
     return s._pass(node)
 
 
 def _read_power(s: ResidualStream, node: fx.Node) -> bool:
-    return ("pow" not in _name(node) or bool(node.args[1] == 2)) and _only_summed(node)
+    return ("pow" not in name_of(node) or bool(node.args[1] == 2)) and _only_summed(node)
 
 
 def _only_summed(node: fx.Node) -> bool:
     """Squares are summed over the last axis, and nothing else is done with them."""
     sums = ("aten.mean.dim", "aten.sum.dim_IntList")
-    users = [user for user in node.users if _name(user) not in IGNORED]
-    return all(_name(user) in sums and _is_last(user.args[1:2], user) for user in users)
+    users = [user for user in node.users if name_of(user) not in IGNORED]
+    return all(name_of(user) in sums and _is_last(user.args[1:2], user) for user in users)
 
 
 def _is_last(axes: Any, node: fx.Node) -> bool:
@@ -212,32 +198,19 @@ def _read_norm(s: ResidualStream, node: fx.Node) -> bool:
     return list(node.args[1]) == [s.size] and (weight is None or s.neutral(weight)) and s._pass(node)  # type: ignore[arg-type]
 
 
-def _read_vector_norm(s: ResidualStream, node: fx.Node) -> bool:
-    return node.args[1:2] in ((), (2,), (2.0,)) and _is_last(node.args[2:3], node)
-
-
-def _read_dtype(s: ResidualStream, node: fx.Node) -> bool:
-    """x.type_as(y) does not read the values of y."""
-    return node.args[0] not in s.rotated or s._pass(node)
-
-
-def _read_moved(s: ResidualStream, node: fx.Node) -> bool:
-    return node.args[0] in s.rotated and _keeps_vectors(node) and s._pass(node)
-
-
 def _keeps_vectors(node: fx.Node) -> bool:
     """Whether an operation on a tensor leaves the vectors along its last axis as they are, or sums them."""
     source, shape, after = node.args[0], shape_of(node.args[0]), shape_of(node)
-    if shape is None or after is None or _name(node) in SAME:
+    if shape is None or after is None or name_of(node) in SAME:
         return shape is not None and after == shape
-    if _name(node) == "aten.sum.dim_IntList":
+    if name_of(node) == "aten.sum.dim_IntList":
         axes: Any = node.args[1]
         return all(axis % len(shape) != len(shape) - 1 for axis in axes)
-    if _name(node) == "aten.index.Tensor":
+    if name_of(node) == "aten.index.Tensor":
         indexes: Any = node.args[1]
         return len(indexes) < len(shape) and all(isinstance(index, fx.Node | None) for index in indexes)
     labels = axis_labels(shape, -1).expand(shape)
-    function: Any = torch.reshape if "view" in _name(node) else node.target
+    function: Any = torch.reshape if "view" in name_of(node) else node.target
     if any(other is not source for other in node.all_input_nodes):
         return False
     moved = function(labels, *node.args[1:], **node.kwargs)
@@ -256,7 +229,7 @@ SCALED = ("aten.mul.Tensor", "aten.div.Tensor")
 GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 
 WRITERS: dict[str, Handler] = {
-    "aten.embedding.default": _write_embedding,
+    "aten.embedding.default": lambda s, node: s._parameter(node.args[0], -1, node),
     "aten.linear.default": _write_product(1, 2, False),
     "aten.addmm.default": _write_product(2, 0, True),
     "aten.matmul.default": _write_product(1, -1, True),
@@ -272,14 +245,17 @@ READERS: dict[str, Handler] = {
     "aten.addmm.default": _read_product(1, 2, True),
     "aten.matmul.default": _read_product(0, 1, True),
     **dict.fromkeys(GROUPED, _read_product(0, 1, True)),
-    **dict.fromkeys(SUMS, _read_sum),
+    **dict.fromkeys(SUMS, lambda s, node: _write_sum(s, node) and s._pass(node)),
     **dict.fromkeys(SCALED, _read_scaled),
     "aten.pow.Tensor_Scalar": _read_power,
     "aten.square.default": _read_power,
-    "aten.linalg_vector_norm.default": _read_vector_norm,
+    "aten.linalg_vector_norm.default": lambda s, node: (
+        node.args[1:2] in ((), (2,), (2.0,)) and _is_last(node.args[2:3], node)
+    ),
     "aten.rms_norm.default": _read_norm,
-    **dict.fromkeys(SAME | MOVES, _read_moved),
-    "aten.type_as.default": _read_dtype,
+    **dict.fromkeys(SAME | MOVES, lambda s, node: node.args[0] in s.rotated and _keeps_vectors(node) and s._pass(node)),
+    # x.type_as(y) does not read the values of y.
+    "aten.type_as.default": lambda s, node: node.args[0] not in s.rotated or s._pass(node),
     **dict.fromkeys(IGNORED, lambda s, node: True),
 }
 """Name of an operation -> what becomes of a rotated input."""

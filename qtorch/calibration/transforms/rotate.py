@@ -20,13 +20,11 @@ from torch import Tensor
 
 from ...model.report import TransformReport
 from ...primitives.jsonable import jsonable
-from .base import Transform
-from .folds import Fold
-from .parameters import computing_dtype
+from .folds import Fold, computing_dtype
 from .propagation import ModelGraph, Propagation, factors
 from .residual import CannotRotate, ResidualStream
 from .rules import MOVES_VALUES, rule_of
-from .work import Work
+from .work import Transform, Work
 
 
 def random_orthogonal(size: int, generator: torch.Generator) -> tuple[Tensor, str]:
@@ -83,10 +81,8 @@ SOURCES = ("aten.linear.default", "aten.addmm.default", "aten.matmul.default")
 
 
 def heads_of(graph: ModelGraph, fold: Fold) -> list[list[int]]:
-    """For each head, the scales of its channels in order; empty if the fold does not go through attention.
-
-    A rotation of channels passes attention and what moves elements; anything else on the way gives no heads.
-    """
+    """For each head, the scales of its channels in order; empty if the fold does not go through attention: a rotation
+    of channels passes that and what moves elements alone."""
     found = Propagation(graph, rule_of, fold.name, fold.labels[fold.name]).run()
     heads: dict[tuple[int, ...], None] = {}
     for node, labels in found.at.items():

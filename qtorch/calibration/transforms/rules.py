@@ -207,10 +207,8 @@ def _matmul(p: Propagation, node: fx.Node) -> Labels:
 
 
 def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Labels:
-    """x W^T + b: columns of W are divided by what x is multiplied by; the rows of W and b scale the output.
-
-    Where it is `transposed` the weight is given as W^T.
-    """
+    """x W^T + b: columns of W, given as W^T where `transposed`, are divided by what x is multiplied by; the rows of W
+    and b scale the output."""
 
     def turned(labels: Tensor | None) -> Tensor | None:
         return labels if labels is None or not transposed else labels.transpose(-1, -2)

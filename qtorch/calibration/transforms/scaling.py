@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +13,81 @@ from torch import Tensor, nn
 from ...model.report import TransformReport
 from ...primitives.jsonable import jsonable
 from ...recipes.base import WeightRecipe
+from ..captures import Key, Use, UseRecorder
+from ..data import Data, eval_mode
 from ..rounding import Grid
-from .base import Transform
 from .folds import Fold
-from .inputs import TOKENS, WeightInputs, collect_inputs
-from .work import Work, find_wrong
+from .work import Transform, Work, find_wrong
+
+TOKENS = 512
+"""Rows of each input that searches compute with."""
+
+
+@dataclass(eq=False)
+class WeightInputs:
+    """The inputs of one matrix: max |x_k| and the sum of |x_k| over all rows, (K,), and some of the rows."""
+
+    largest: Tensor
+    total: Tensor
+    count: int = 0
+    parts: list[Tensor] = field(default_factory=list)
+
+    @property
+    def mean(self) -> Tensor:
+        """(K,), mean |x_k|."""
+        return self.total / max(self.count, 1)
+
+    @property
+    def rows(self) -> Tensor:
+        """(M, K) in fp32 (fp64 in a model in fp64)."""
+        rows = torch.cat(self.parts)
+        return rows if rows.dtype == torch.float64 else rows.float()
+
+
+@torch.no_grad()
+def collect_inputs(
+    model: nn.Module, data: Data, batches: Collection[Any], weights: Collection[Tensor], tokens: int = TOKENS
+) -> dict[Key, WeightInputs]:
+    """The inputs of these parameters over all batches, without padded tokens; so many rows are kept of each input."""
+    each = -(-tokens // max(len(batches), 1))
+    found: dict[Key, WeightInputs] = {}
+    # Weights with the same input share its rows; holding the input keeps its id from being reused.
+    taken: dict[Key, tuple[Tensor, Tensor, Tensor, Tensor, int]] = {}
+    mask: Tensor | None = None
+
+    def seen(use: Use) -> None:
+        key = id(use.input), use.expert
+        if key not in taken:
+            rows = torch.cat([part.detach() for part in use.unpadded(mask)])
+            if not len(rows):
+                return
+            size = rows.abs()
+            count = len(rows)
+            places = torch.linspace(0, count - 1, min(each, count), device=rows.device, dtype=torch.float32)
+            some = rows[places.round().long()]
+            taken[key] = use.input, size.amax(0).float(), size.float().sum(0), some.clone(), count
+        _, largest, total, some, count = taken[key]
+        of = found.setdefault(use.key, WeightInputs(torch.zeros_like(largest), torch.zeros_like(total)))
+        of.largest, of.total = torch.maximum(of.largest, largest), of.total + total
+        of.count += count
+        of.parts.append(some)
+
+    with eval_mode(model):
+        for batch in batches:
+            mask = data.mask_of(batch)
+            with UseRecorder(weights, seen):
+                data.call(model, batch)
+            taken.clear()
+    return found
 
 
 @dataclass(eq=False)
 class Consumer:
-    """A matrix that a fold divides, with its inputs.
+    """A matrix (N, K) that a fold divides, or (K, N) where it is `transposed`, with its inputs without any scale.
+    `channels` (K,) has the scale of each input channel, from 1; 0 for none.
 
     The error of scales t is that of the output with the weight rounded to nearest and the input as the recipe says,
     |Q(x t) Q(W / t)^T - x W^T|^2 / |x W^T|^2. A search never ends at scales that are worse than 1 by this measure.
-
-    Attributes:
-        weight: (N, K), or (K, N) where it is `transposed`.
-        channels: (K,), the scale of each input channel, from 1; 0 for none.
-        inputs: of the matrix, without any scale.
-        recipe: by which the matrix will be quantized.
     """
 
     weight: Tensor
@@ -148,8 +204,10 @@ def search_scales(
             work.parameters.replace(fold.values(work.parameters, scales))
             chosen[fold.name] = fold, scales
             for consumer in group.consumers:
-                by = torch.cat([scales.new_ones(1), scales])[consumer.channels]
-                _rescale(consumer.inputs, by)
+                # The inputs that the weight has from now on.
+                of, by = consumer.inputs, torch.cat([scales.new_ones(1), scales])[consumer.channels]
+                of.largest, of.total = of.largest * by.to(of.largest), of.total * by.to(of.total)
+                of.parts = [part * by.to(part) for part in of.parts]
     for name in _reverted(work, before, chosen):
         done[name] = TransformReport(transform, name, "reverted", message, done[name].consumers)
     return [*reports, *wrong, *done.values()]
@@ -183,12 +241,6 @@ def _consumers(work: Work, fold: Fold, inputs: Mapping[tuple[str, int | None], W
                 matrix = weight if expert is None else weight[expert]
                 found.append(Consumer(matrix, channels, transposed, given, work.recipes[name]))
     return found
-
-
-def _rescale(inputs: WeightInputs, by: Tensor) -> None:
-    """The inputs that the weight has from now on."""
-    inputs.largest, inputs.total = inputs.largest * by.to(inputs.largest), inputs.total * by.to(inputs.total)
-    inputs.parts = [part * by.to(part) for part in inputs.parts]
 
 
 def _reverted(work: Work, before: Mapping[str, nn.Parameter], chosen: dict[str, tuple[Fold, Tensor]]) -> list[str]:

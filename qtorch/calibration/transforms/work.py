@@ -1,22 +1,26 @@
-"""Work: what transforms share: the model, its graph, its parameters, the data, and the recipes of its weights."""
+"""Transform: a change of the float weights of a model that leaves its outputs, and makes it easier to quantize.
+
+What transforms share is a `Work`: the model, its graph, its parameters, the data, and the recipes of its weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from ...model.report import TransformReport
 from ...recipes.base import WeightRecipe
-from ..data import Data, eval_mode
-from .folds import Fold, Refusal, find_folds
-from .parameters import Parameters
-from .propagation import ModelGraph, tensors_of
+from ..data import Data, eval_mode, tensors_of
+from .folds import Fold, Parameters, Refusal, find_folds
+from .propagation import ExportFailed, ModelGraph
 
 T = TypeVar("T")
 
@@ -44,10 +48,7 @@ def _widened(value: Any) -> Any:
 
 @torch.no_grad()
 def outputs(model: nn.Module, data: Data, batch: Any) -> list[Tensor]:
-    """All floating-point outputs of a model for a batch, computed in fp32 (fp64 in a model in fp64).
-
-    Whatever the dtype of the model: each operation takes fp32 copies of its inputs.
-    """
+    """All floating-point outputs of a model for a batch, computed in fp32 whatever its dtype (fp64 in fp64)."""
     with eval_mode(model), _InFloat32():
         return tensors_of(data.call(model, batch))
 
@@ -111,10 +112,8 @@ class Work:
 
     @cached_property
     def folds(self) -> tuple[list[Fold], list[Fold]]:
-        """The folds of weights that will be quantized, which leave the outputs as they are, and those that do not.
-
-        They are tried with random powers of two as scales, which round nothing.
-        """
+        """The folds of weights that will be quantized, which leave the outputs as they are, and those that do not. They
+        are tried with random powers of two as scales, which round nothing."""
         folds = [fold for fold in self.all_folds[0] if not fold.consumers.keys().isdisjoint(self.recipes)]
         chunks: list[list[Fold]] = [[]]
         size = 0
@@ -147,3 +146,50 @@ def probe(count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     exponents = torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=torch.float64, device="cpu")
     return exponents[torch.randint(4, (count,), generator=generator, device="cpu")].exp2()
+
+
+class Transform:
+    """Base class; a frozen, JSON-able dataclass.
+
+    Attributes:
+        name: in reports.
+    """
+
+    name: ClassVar[str]
+
+    def __repr__(self) -> str:
+        """The call that makes it, without default arguments."""
+        shown = [f.name for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
+        return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def apply(self, work: Work) -> list[TransformReport]:
+        """Replace parameters of the model.
+
+        Raises:
+            ExportFailed: the model cannot be exported.
+        """
+        raise NotImplementedError
+
+
+def run_transforms(
+    transforms: Sequence[Transform],
+    model: nn.Module,
+    data: Data,
+    recipes: Mapping[str, WeightRecipe],
+    strict: bool = False,
+) -> tuple[TransformReport, ...]:
+    """Apply transforms one after the other; parameters of the model are replaced. If `strict`, a model that cannot be
+    exported and a change of weights that turned out to be wrong are errors."""
+    work = Work(model, data, recipes)
+    reports: list[TransformReport] = []
+    for transform in transforms:
+        try:
+            reports += transform.apply(work)
+        except ExportFailed as error:
+            if strict:
+                raise ValueError(f"{transform.name}: torch.export does not take the model: {error}") from error
+            detail = f"torch.export does not take the model: {error}"
+            reports.append(TransformReport(transform.name, "", "not done", detail))
+    if strict and (failed := [report for report in reports if report.action == "reverted"]):
+        raise ValueError(f"{failed[0].transform}: {failed[0].name}: {failed[0].detail}; the model is unchanged")
+    return tuple(reports)

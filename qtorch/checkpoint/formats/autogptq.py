@@ -34,33 +34,16 @@ from torch import Tensor
 from ..folder_source import FolderSource, Parts, StoredWeight
 from ..hf_folder import HFFolder
 from ..sources import register_source
-from .blocks import (
-    FLOATS,
-    Cut,
-    block_of_groups,
-    check_stored,
-    group_sizes,
-    integer_spec,
-    unpack_dense,
-    unpack_planar,
-    weight_only,
-    with_suffix,
-)
+from . import blocks
 
 _WORD = 32
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How codes are stored.
-
-    Attributes:
-        minus_one: zero points are stored as z - 1.
-        planar: codes are packed in planes.
-        bits: widths of codes.
-        borrows: z - 1 was computed on whole words, so that a zero point of 0 borrows from its neighbour (GPTQModel).
-        along_outputs: codes are packed as those of AWQ.
-    """
+    """How codes of some widths are stored: in planes; along the outputs, as those of AWQ; with zero points z - 1
+    (`minus_one`), which may have been computed on whole words, so that a zero point of 0 borrows from its neighbour
+    (GPTQModel)."""
 
     minus_one: bool = False
     planar: bool = False
@@ -111,7 +94,7 @@ class GptqSource(FolderSource):
         packing, meta = GPTQ[name], config.get("meta")
         if packing.minus_one and "gptqmodel" in str(meta.get("quantizer") if isinstance(meta, dict) else ""):
             packing = replace(packing, borrows=True)
-        return _weights(self, packing, group_sizes(config))
+        return _weights(self, packing, blocks.group_sizes(config))
 
 
 @register_source
@@ -134,16 +117,14 @@ class AwqSource(FolderSource):
         bits = config.get("bits", config.get("w_bit", 4))
         if bits != 4:
             raise ValueError(f"{self.path}: AWQ of {bits!r:.40} bits is not read, only 4; use the format gptq")
-        return _weights(self, AWQ, group_sizes(config))
+        return _weights(self, AWQ, blocks.group_sizes(config))
 
 
 @register_source
 class AutoRoundSource(FolderSource):
-    """A folder of AutoRound: the packings of GPTQ and AWQ under another `quant_method`.
-
-    Layers of other widths are found by the shapes of their tensors; `extra_config` gives their group sizes. Source:
-    auto-round 0.16 `auto_round/inference/backend.py`.
-    """
+    """A folder of AutoRound: the packings of GPTQ and AWQ under another `quant_method`. Layers of other widths are
+    found by the shapes of their tensors; `extra_config` gives their group sizes. Source: auto-round 0.16
+    `auto_round/inference/backend.py`."""
 
     format = "auto-round"
     methods = ("auto-round", "intel/auto-round")
@@ -156,29 +137,29 @@ class AutoRoundSource(FolderSource):
                 f"{self.path}: packing_format is {packing!r:.60}, which is not read; known: {', '.join(AUTO_ROUND)}. "
                 "Export it by AutoRound in one of these, or in format llm_compressor as a folder of compressed-tensors"
             )
-        return _weights(self, AUTO_ROUND[packing], group_sizes(config))
+        return _weights(self, AUTO_ROUND[packing], blocks.group_sizes(config))
 
 
 def _weights(source: FolderSource, packing: Packing, sizes: Sequence[int]) -> dict[str, StoredWeight]:
     """Every weight of a folder; `sizes` are the group sizes that the configuration names."""
-    names = with_suffix(source.folder, ".qweight")
+    names = blocks.with_suffix(source.folder, ".qweight")
     return {f"{name}.weight": _weight(source, name, packing, sizes) for name in names}
 
 
 def _weight(source: FolderSource, name: str, packing: Packing, sizes: Sequence[int]) -> StoredWeight:
     folder = source.folder
-    check_stored(folder, f"{name}.qweight", [torch.int32], (None, None))
-    check_stored(folder, f"{name}.scales", FLOATS, (None, None))
+    blocks.check_stored(folder, f"{name}.qweight", [torch.int32], (None, None))
+    blocks.check_stored(folder, f"{name}.scales", blocks.FLOATS, (None, None))
     rows, columns = folder.stored[f"{name}.qweight"].shape
     groups, outputs = folder.stored[f"{name}.scales"].shape
     tensors = [f"{name}.qweight", f"{name}.qzeros", f"{name}.scales"]
     if packing.along_outputs:
         bits, inputs = 4, rows
-        check_stored(folder, f"{name}.scales", FLOATS, (groups, columns * _WORD // bits))
-        check_stored(folder, f"{name}.qzeros", [torch.int32], (groups, columns))
+        blocks.check_stored(folder, f"{name}.scales", blocks.FLOATS, (groups, columns * _WORD // bits))
+        blocks.check_stored(folder, f"{name}.qzeros", [torch.int32], (groups, columns))
     else:
-        check_stored(folder, f"{name}.scales", FLOATS, (groups, columns))
-        check_stored(folder, f"{name}.qzeros", [torch.int32], (groups, None))
+        blocks.check_stored(folder, f"{name}.scales", blocks.FLOATS, (groups, columns))
+        blocks.check_stored(folder, f"{name}.qzeros", [torch.int32], (groups, None))
         words = folder.stored[f"{name}.qzeros"].shape[1]
         bits = words * _WORD // outputs if outputs else 0
         if bits not in packing.bits or bits * outputs != words * _WORD or rows * _WORD % bits:
@@ -188,30 +169,27 @@ def _weight(source: FolderSource, name: str, packing: Packing, sizes: Sequence[i
             )
         inputs = rows * _WORD // bits
         if f"{name}.g_idx" in folder.stored:
-            check_stored(folder, f"{name}.g_idx", [torch.int32, torch.int64], (inputs,))
+            blocks.check_stored(folder, f"{name}.g_idx", [torch.int32, torch.int64], (inputs,))
             tensors.append(f"{name}.g_idx")
     with folder.naming(f"{name}.qweight"):
-        cut = Cut.of(inputs, block_of_groups(inputs, groups, sizes))
+        cut = blocks.Cut.of(inputs, blocks.block_of_groups(inputs, groups, sizes))
     scale_dtype = folder.stored[f"{name}.scales"].dtype
-    spec = integer_spec(bits, cut.granularity, scale_dtype)
-    scheme = weight_only(spec, (outputs, inputs), source.dtype_of(scale_dtype))
+    spec = blocks.integer_spec(bits, cut.granularity, scale_dtype)
+    scheme = blocks.weight_only(spec, (outputs, inputs), source.dtype_of(scale_dtype))
     return StoredWeight(tuple(tensors), scheme, lambda: _read(folder, tensors, packing, bits, outputs, cut))
 
 
-def _read(folder: HFFolder, names: Sequence[str], packing: Packing, bits: int, outputs: int, cut: Cut) -> Parts:
+def _read(folder: HFFolder, names: Sequence[str], packing: Packing, bits: int, outputs: int, cut: blocks.Cut) -> Parts:
     words, of_zeros, scale, *order = (folder.read(name) for name in names)
     if packing.along_outputs:
         codes, zeros = _unpack_awq(words), _unpack_awq(of_zeros)
     else:
         if order:
             _check_order(order[0], cut.block)
-        unpack = unpack_planar if packing.planar else unpack_dense
+        unpack = blocks.unpack_planar if packing.planar else blocks.unpack_dense
         codes, zeros = unpack(words.t(), bits, cut.size), unpack(of_zeros, bits, outputs)
         zeros = (_plus_one(of_zeros, zeros, bits, outputs, packing.borrows) if packing.minus_one else zeros).t()
-    return codes, {
-        "scale": cut.copies(scale.t(), 1).contiguous(),
-        "zero_point": cut.copies(zeros, 1).contiguous(),
-    }
+    return codes, {"scale": cut.copies(scale.t(), 1).contiguous(), "zero_point": cut.copies(zeros, 1).contiguous()}
 
 
 def _plus_one(words: Tensor, stored: Tensor, bits: int, outputs: int, borrows: bool) -> Tensor:
@@ -220,7 +198,7 @@ def _plus_one(words: Tensor, stored: Tensor, bits: int, outputs: int, borrows: b
         return stored + 1
     if borrows and _WORD % bits == 0:
         ones = sum(1 << shift for shift in range(0, _WORD, bits))
-        return unpack_dense((words.long() + ones).to(torch.int32), bits, outputs)
+        return blocks.unpack_dense((words.long() + ones).to(torch.int32), bits, outputs)
     raise ValueError(
         f"a zero point is stored as {2**bits - 1}; in the format 'gptq', which stores z - 1, readers disagree whether "
         "that is 0 or one more than the largest code. Save it as 'gptq_v2' by the package that wrote it"

@@ -52,15 +52,6 @@ def _fp4_table() -> tuple[float, ...]:
     return (*sorted({value + 0.0 for value in _fp4_values().tolist()}), 2.0)
 
 
-def _fp4_bytes() -> Tensor:
-    """Byte of two codes of bitsandbytes -> byte of two indices into `_fp4_table`."""
-    table = _fp4_table()
-    codes = torch.tensor(
-        [table.index(value + 0.0) for value in _fp4_values().tolist()], dtype=torch.uint8, device="cpu"
-    )
-    return ((codes << 4).reshape(-1, 1) | codes).reshape(-1)
-
-
 TABLES = {"nf4": NF4_TABLE, "fp4": _fp4_table()}
 """Ascending tables by `quant_type`."""
 
@@ -142,7 +133,10 @@ def _read(folder: HFFolder, name: str, state: QuantState, cut: Cut) -> Parts:
     count = math.prod(state.shape)
     packed = folder.read(name).reshape(-1).view(torch.uint8)
     if state.quant_type == "fp4":
-        packed = _fp4_bytes().index_select(0, packed.int())
+        # Byte of two codes of bitsandbytes -> byte of two indices into the table.
+        indices = [TABLES["fp4"].index(value + 0.0) for value in values.tolist()]
+        of_code = torch.tensor(indices, dtype=torch.uint8, device="cpu")
+        packed = ((of_code << 4).reshape(-1, 1) | of_code).reshape(-1).index_select(0, packed.int())
     codes = unpack_nibbles(packed, high_first=True)[:count]
     # Parts divide rows and blocks alike, so they are in the order of blocks.
     scale = _absmax(folder, name, state).repeat_interleave(state.blocksize // cut.part)[: count // cut.part]

@@ -44,11 +44,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, size: int, block: int, *, flattened: bool = False, smallest: int = SMALLEST_PART) -> Cut:
-        """The largest parts that divide the block and the axis.
-
-        Args:
-            flattened: blocks run over the flattened tensor, so that one may hold elements of several rows.
-        """
+        """The largest parts that divide the block and the axis; `flattened` blocks may hold parts of several rows."""
         part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):
             raise ValueError(
@@ -118,10 +114,8 @@ def group_sizes(config: Mapping[str, Any]) -> list[int]:
 
 
 def block_of_groups(length: int, count: int, sizes: Sequence[int]) -> int:
-    """The number of elements of a group, in rows of `length` that have `count` groups; the last one may be shorter.
-
-    It is the one of `sizes`, which the configuration names, that gives this number of groups.
-    """
+    """The number of elements of a group, in rows of `length` that have `count` groups; the last one may be shorter. It
+    is the one of `sizes`, which the configuration names, that gives this number of groups."""
     if count == 1:
         return length
     if not sizes and length % count == 0:
@@ -133,7 +127,6 @@ def block_of_groups(length: int, count: int, sizes: Sequence[int]) -> int:
     return fitting.pop()
 
 
-# --------------------------------------------------------------------------------------------------
 # Codes of 1 to 8 bits in int32 words or bytes, as other packages pack them.
 #
 #     dense      code j in the bits j b to j b + b - 1 of the row, lowest bits first; codes may straddle words

@@ -20,12 +20,9 @@ SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 
 def float8_weight(source: FolderSource, name: str, scale: str, block: Sequence[int] | None = None) -> StoredWeight:
-    """A weight (..., O, I) of float8 codes.
-
-    Args:
-        scale: stored name of the scales: (..., O / block[0], I / block[1]), or (..., O / block[0], 1, I / block[1], 1)
-            for blocks, of which the last one of an axis may be shorter; else a single one, (..., O) or (..., O, 1).
-    """
+    """A weight (..., O, I) of float8 codes. The stored scales are (..., O / block[0], I / block[1]), or (..., O /
+    block[0], 1, I / block[1], 1) for blocks, of which the last one of an axis may be shorter; else a single one, (...,
+    O) or (..., O, 1)."""
     folder = source.folder
     ndim = len(folder.stored[name].shape) if name in folder.stored else 2
     check_stored(folder, name, FLOAT8, [None] * max(ndim, 2))
@@ -58,7 +55,6 @@ def float8_weight(source: FolderSource, name: str, scale: str, block: Sequence[i
     return StoredWeight((name, scale), weight_only(spec, shape, folder.dtype or torch.bfloat16), read)
 
 
-# --------------------------------------------------------------------------------------------------
 # FP8 as DeepSeek-V3 stores it, and transformers' FineGrainedFP8Config: `quant_method` "fp8".
 #
 #     weight             e4m3 (O, I)

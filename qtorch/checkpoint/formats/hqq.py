@@ -14,6 +14,7 @@ often. Groups along the first axis (axis=0) are refused. Source: hqq 0.2.8 `core
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor
@@ -26,23 +27,9 @@ from ..hf_folder import HFFolder
 from ..sources import register_source
 from .blocks import FLOATS, Cut, check_stored, weight_only, with_suffix
 
-_SETTINGS = (
-    "nbits",
-    "axis",
-    "shape",
-    "packing",
-    "group_size",
-    "view_as_float",
-    "unpack_view_dtype",
-    "compute_dtype",
-    "quant_scale",
-    "quant_zero",
-    "offload_meta",
-    "encoded_state_dict",
-    "stores_quant_config",
-    "channel_wise",
-    "optimize",
-    "round_zero",
+_SETTINGS = re.compile(
+    "nbits|axis|shape|packing|group_size|view_as_float|unpack_view_dtype|compute_dtype|quant_scale|quant_zero|"
+    "offload_meta|encoded_state_dict|stores_quant_config|channel_wise|optimize|round_zero"
 )
 _MAX_SETTING = 1000
 """Bytes of a setting."""
@@ -63,8 +50,8 @@ class HqqSource(FolderSource):
         return {f"{name}.weight": self._weight(name) for name in with_suffix(self.folder, ".W_q")}
 
     def ignored(self) -> set[str]:
-        layers = with_suffix(self.folder, ".W_q")
-        return {f"{layer}.{setting}" for layer in layers for setting in _SETTINGS} & self.folder.stored.keys()
+        layers, names = set(with_suffix(self.folder, ".W_q")), [name.rpartition(".") for name in self.folder.stored]
+        return {"".join(parts) for parts in names if parts[0] in layers and _SETTINGS.fullmatch(parts[2])}
 
     def _weight(self, name: str) -> StoredWeight:
         folder, codes = self.folder, f"{name}.W_q"

@@ -21,7 +21,6 @@ from ..sources import register_source
 from .blocks import check_stored, unpack_nibbles, weight_only, with_suffix
 from .float8_blocks import float8_weight
 
-# --------------------------------------------------------------------------------------------------
 # Weights in NVFP4, as several formats store them.
 #
 # codes        uint8 (O, I / 2), e2m1, the low nibble first
@@ -48,15 +47,8 @@ def nvfp4_parts(packed: Tensor, scale: Tensor, of_scale: Tensor) -> tuple[Tensor
 
 
 _ALGORITHMS = ("NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_PB_REAL", "MIXED_PRECISION")
-_NOT_PARAMETERS = (
-    ".input_scale",
-    ".k_scale",
-    ".v_scale",
-    ".k_proj.output_scale",
-    ".v_proj.output_scale",
-    ".k_bmm_quantizer._amax",
-    ".v_bmm_quantizer._amax",
-)
+_NOT_PARAMETERS: tuple[str, ...] = (".input_scale", ".k_scale", ".v_scale", ".k_proj.output_scale")
+_NOT_PARAMETERS += (".v_proj.output_scale", ".k_bmm_quantizer._amax", ".v_bmm_quantizer._amax")
 
 
 @register_source
@@ -103,9 +95,7 @@ class ModeloptSource(FolderSource):
         stored = folder.stored[of_scale].shape
         check_stored(folder, of_scale, [torch.float32], () if stored == () else (1,))
         if inputs % NVFP4_BLOCK:
-            raise ValueError(
-                f"{folder.file_of(weight)}: {weight} has rows of {inputs}, not a multiple of {NVFP4_BLOCK}"
-            )
+            raise ValueError(f"{folder.file_of(weight)}: {weight} has rows of {inputs}, no multiple of {NVFP4_BLOCK}")
         scheme = weight_only(nvfp4_spec(), (outputs, inputs), folder.dtype or torch.bfloat16)
 
         def read() -> Parts:

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from ...primitives import Granularity, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
-from ...primitives.files import naming, parse_json
+from ...primitives import Granularity, MappingType, PerGroup, QuantSpec, ZeroPointDomain, files, qdtype
 from ...primitives.granularity import granularity_of
 from ...recipes.mx import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..folder_source import FolderSource, Parts, Seen, StoredWeight
@@ -110,8 +109,8 @@ class TorchaoSource(FolderSource):
     def _entry(self, name: str, text: str) -> Entry | None:
         if name in (_NAMES, "format") or not text.startswith("{"):
             return None
-        with naming(self.path, f"the metadata of {name} is not JSON"):
-            data: Any = parse_json(text)
+        with files.naming(self.path, f"the metadata of {name} is not JSON"):
+            data: Any = files.parse_json(text)
         kind, attributes = data.get("_type"), data.get("_data", {})
         if kind in (None, _PLAIN):
             return None

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 
 from ...dtypes.joining import shares_scales
 from ...model.misfit import OnMisfit, choose
-from ...model.targets import Reach, Target, find_targets
+from ...model.targets import Reach, Refused, Target, find_targets
 from ...quantize_api import check_targets, place
 from ...recipes.base import Recipe, WeightRecipe
-from ..formats.compressed_tensors.config_groups import METHOD
-from ..formats.compressed_tensors.serving import NOT_QUANTIZED, adapted, is_nvfp4, tensor_scales
-from ..formats.transformers_folder.source import TransformersFormat
+from ..formats import compressed_tensors, transformers_folder
 from ..hf_folder import CONFIG
 from ..sources import Contents, Source
 from ..stacked_experts import is_fused, joined_in_models
+from ..tensor_file import OWN_FORMAT
 
-# --------------------------------------------------------------------------------------------------
 # A model without data that has the tensors of a checkpoint, so that recipes are assigned to it as to any model.
 #
 # Only names and shapes are known. Tensors called ``*.weight`` with two axes are the weights of `nn.Linear`, except
@@ -38,8 +36,8 @@ from ..stacked_experts import is_fused, joined_in_models
 TABLES = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "codebook"})
 """Last names of modules that hold a table, beside those with "embed" in them."""
 
-HEADS_AND_ROUTERS = frozenset({*NOT_QUANTIZED, "classifier"})
-"""Last names of linear layers that a single recipe leaves alone: heads, and the routers of mixtures of experts."""
+HEADS_AND_ROUTERS = frozenset({*compressed_tensors.vllm.NOT_QUANTIZED, "classifier"})
+"""Last names of heads and routers, which other packages that read a folder leave in floating point."""
 
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
 """Values of `model_type` whose linear layers are `Conv1D`, with weights (in features, out features)."""
@@ -50,16 +48,9 @@ TRANSPOSED_EXPERTS = frozenset({"aria", "aria_text", "gpt_oss", "llama4", "llama
 _CONV1D = re.compile(r"(?:.+\.)?(?:c_attn|c_proj|c_fc|q_attn)\.weight")
 
 
-class Conv1D(nn.Module):
-    """Stands for that of transformers, by whose name its weight is known."""
-
-
-class JetMoeParallelExperts(nn.Module):
-    """Experts in one tensor ``weight``."""
-
-
-class DbrxExpertGLU(nn.Module):
-    """Experts in the matrices ``w1``, ``v1`` and ``w2``."""
+def _called(name: str) -> nn.Module:
+    """What stands for a module of transformers, by whose name the kinds of its weights are known."""
+    return type(name, (nn.Module,), {})()
 
 
 class FusedExperts(nn.Module):
@@ -99,9 +90,9 @@ def _experts(name: str, contents: Contents, model_type: str | None) -> nn.Module
     if len(contents.shape) == 3 and is_fused(name):
         return FusedExperts(model_type in TRANSPOSED_EXPERTS)
     if len(contents.shape) == 3 and attribute == "weight" and path.endswith((".input_linear", ".output_linear")):
-        return JetMoeParallelExperts()
+        return _called("JetMoeParallelExperts")
     if model_type == "dbrx" and path.endswith(".experts.mlp") and attribute in ("w1", "v1", "w2"):
-        return DbrxExpertGLU()
+        return _called("DbrxExpertGLU")
     return None
 
 
@@ -112,7 +103,7 @@ def _layer(name: str, contents: Contents, model_type: str | None) -> nn.Module |
     if not path or attribute != "weight" or len(contents.shape) != 2 or not contents.dtype.is_floating_point:
         return None
     if model_type in CONV1D_MODELS and _CONV1D.fullmatch(name):
-        return Conv1D()
+        return _called("Conv1D")
     rows, columns = contents.shape
     if module not in HEADS_AND_ROUTERS and ("embed" in module or module in TABLES):
         layer: nn.Module = nn.Embedding(rows, columns, device="meta")
@@ -138,7 +129,7 @@ def _connect(modules: dict[str, nn.Module], path: str) -> nn.Module:
     return modules[path]
 
 
-_HEAD = "a head or a router; ask for it by name"
+_HEAD = "a head or a router, in floating point for the readers of the format {!r}; ask for it by name"
 
 
 def assign(
@@ -150,30 +141,25 @@ def assign(
     reach: Reach = "linear",
     on_misfit: OnMisfit = "error",
 ) -> dict[str, Target[Recipe]]:
-    """The target of each weight of two or more axes that is not quantized, by its name.
-
-    Args:
-        recipe, reach, on_misfit: see `quantize_checkpoint`.
-        source: for the largest magnitudes of weights in NVFP4, if engines join them.
-        config: contents of config.json.
-        format: in which the weights will be stored: recipes are completed as engines need it.
-    """
+    """The target of each weight of two or more axes that is not quantized, by its name. Recipes are completed as
+    engines that read `format` need it, by the largest magnitudes of weights in NVFP4 in `source` if engines join them;
+    `config` is that of config.json."""
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))
     targets: list[Target[Recipe]] = find_targets(model, recipe, None, reach)
-    if not isinstance(recipe, Mapping) and reach != "all":
+    if format != OWN_FORMAT and not isinstance(recipe, Mapping) and reach != "all":
         for slot in [target.slot for target in targets]:
             if slot.kind.name == "linear" and slot.module_name.rpartition(".")[2] in HEADS_AND_ROUTERS:
-                slot.recipe, slot.reason = None, _HEAD
+                slot.recipe, slot.reason = None, _HEAD.format(format)
     choose(targets, on_misfit, _check)
     chosen = [target for target in targets if target.recipe is not None]
     if not chosen:
-        raise ValueError("quantize_checkpoint: nothing to quantize: no linear layer in floating point")
+        raise Refused("nothing to quantize: no linear layer in floating point")
     place(chosen)
-    if format == METHOD:
+    if format == compressed_tensors.config_groups.METHOD:
         _complete(chosen, source)
-    check_targets("quantize_checkpoint", chosen, _check, "\nnothing is written")
-    if format == TransformersFormat.name:
+    check_targets(chosen, _check, "\nnothing is written")
+    if format == transformers_folder.TransformersFormat.name:
         _check_joined({target.slots[0].name: target.recipe for target in targets})
     return {target.slots[0].name: target for target in targets}
 
@@ -185,25 +171,25 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
         recipe, slot = target.recipe, target.slot
         assert recipe is not None
         absmax = torch.zeros(1, dtype=torch.float32, device="cpu")
-        if is_nvfp4(recipe):
+        if compressed_tensors.vllm.is_nvfp4(recipe):
             absmax = source.tensor(slot.name).abs().max().reshape(1)
         by_name[slot.label] = recipe, absmax
-    scales = tensor_scales(by_name)
+    scales = compressed_tensors.vllm.tensor_scales(by_name)
     for target in chosen:
         slot = target.slot
         assert slot.recipe is not None
-        slot.recipe = adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
+        slot.recipe = compressed_tensors.vllm.adapted(slot.recipe, slot.parameter.dtype, scales.get(slot.label))
 
 
 def _check_joined(recipes: Mapping[str, Recipe | None]) -> None:
     """Check that transformers can join the experts of a layer as they were if the model had been quantized."""
     for names in joined_in_models(recipes):
         asked = list(dict.fromkeys(recipes[name] for name in names))
-        where = f"quantize_checkpoint: {names[0]} to {names[-1]}: transformers joins these experts in one parameter"
+        where = f"{names[0]} to {names[-1]}: transformers joins these experts in one parameter"
         if len(asked) > 1:
-            raise ValueError(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
+            raise Refused(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
         if isinstance(asked[0], WeightRecipe) and shares_scales(asked[0].linear_spec().weight):
-            raise ValueError(
+            raise Refused(
                 f"{where}, whose scales of {asked[0]} are found together; ask for scales per row or group alone "
                 "(nf4_weight_only(double_quantize=False)), or for format='qtorch', or load the float model with "
                 "quantization_config=QtorchConfig(...) and save that"
@@ -235,9 +221,7 @@ def _check(recipe: Recipe, target: Target[Recipe]) -> None:
 
 def meta_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
     """The model of ``config.json``, of the class and, by default, the dtype that it names, in evaluation mode.
-
-    Parameters have no memory; buffers, which files lack, have values.
-    """
+    Parameters have no memory; buffers, which files lack, have values."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: no {CONFIG}, from which transformers could build the model; give model=")
     try:

@@ -14,12 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...calibration.data import Data
-from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, of_weight
-from ...calibration.engine.float_weights import Streamed
+from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, float_weights, of_weight
 from ...calibration.with_data import progress_in, shared_data
 from ...dtypes.joining import cut
 from ...model.report import CalibrationEstimate, CalibrationReport
-from ...model.targets import Target
+from ...model.targets import Refused, Target
 from ...recipes.base import Calibrated, Recipe
 from ..part_file import Damaged
 from ..sources import Source
@@ -30,14 +29,9 @@ from .partial import identity_of
 
 
 class CalibratedWeights:
-    """The weights of a checkpoint that are calibrated; they are made when the first one is asked for.
-
-    They are kept in ``.<name of dst>.calibration`` until `remove`, where a process that was killed is continued.
-
-    Args:
-        targets: by stored name; those whose recipes calibrate in the order of the model, all with the same data.
-        model: with parameters on the meta device; by default that of transformers.
-    """
+    """The weights of a checkpoint that are calibrated, all with the same data; they are made when the first one is
+    asked for. They are kept in ``.<name of dst>.calibration`` until `remove`, where a process that was killed is
+    continued."""
 
     def __init__(
         self, source: Source, targets: Mapping[str, Target[Recipe]], dst: Path, model: nn.Module | None
@@ -76,7 +70,7 @@ class CalibratedWeights:
         model, source = self._model()
         self._in_model(source, model)
         self.data = replace(self.data, batches=self.data.checked())
-        identity = fingerprint.of_json([source.format, identity_of(self.source.path)])
+        identity = fingerprint([source.format, identity_of(self.source.path)])
         return progress_in(self.folder, list(self.targets.values()), self.data, identity, anew=True)
 
     def _made(self, progress: Resumable[Calibrated], name: str) -> tuple[Tensor, CalibrationReport]:
@@ -121,17 +115,15 @@ class CalibratedWeights:
         for stored, target in self.targets.items():
             name, _ = self._places.setdefault(stored, (firsts.get(stored, stored), None))
             if found.setdefault(name, target).recipe != target.recipe:
-                raise ValueError(f"quantize_checkpoint: the experts in {name} of the model take one recipe")
+                raise Refused(f"the experts in {name} of the model take one recipe")
         for name in found.keys() & fused.keys():
             missing = [part for parts in fused[name] for part in parts if part not in self.targets]
             if missing:
-                raise ValueError(
-                    f"quantize_checkpoint: {missing[0]} is one of the experts in {name}, and has no recipe"
-                )
+                raise Refused(f"{missing[0]} is one of the experts in {name} and has no recipe")
         return found
 
     @contextmanager
-    def _streamed(self) -> Iterator[tuple[nn.Module, list[Target[Recipe]], Data, Streamed]]:
+    def _streamed(self) -> Iterator[tuple[nn.Module, list[Target[Recipe]], Data, float_weights.Streamed]]:
         """The model, its parameters that are calibrated, the data, and the weights, read when a block runs."""
         model, source = self._model()
         recipes = self._in_model(source, model)
@@ -144,13 +136,13 @@ class CalibratedWeights:
             tensor = source.tensor(source.aliases.get(name, name))
             return tensor.dequantize() if hasattr(tensor, "scheme") else tensor
 
-        with Streamed(model, read, stored) as weights:
+        with float_weights.Streamed(model, read, stored) as weights:
             places: dict[int, list[tuple[nn.Module, str]]] = {}
             for _, (module, attribute, tensor) in places_of(model):
                 places.setdefault(id(tensor), []).append((module, attribute))
             parameters = dict(model.named_parameters())
             if unknown := sorted(recipes.keys() - parameters.keys()):
-                raise ValueError(f"quantize_checkpoint: the model has no parameter {', '.join(unknown[:4])}")
+                raise Refused(f"the model has no parameter {', '.join(unknown[:4])}")
             targets = []
             for name, target in recipes.items():
                 parent, parameter = name.rpartition(".")[0], parameters[name]
@@ -172,8 +164,3 @@ def _without_logits(model: Any, data: Data, recipes: Mapping[str, Any]) -> Data:
         return model(**batch, logits_to_keep=1) if isinstance(batch, Mapping) else model(batch, logits_to_keep=1)
 
     return replace(data, forward=forward)
-
-
-def calibrates(target: Target[Recipe]) -> bool:
-    """Whether the recipe of a target calibrates in the order of the model."""
-    return target.recipe is not None and target.recipe.in_order

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...dtypes import QuantizedTensor
-from ...dtypes.serialize import scheme_of, to_canonical
+from ...dtypes import QuantizedTensor, serialize
 from ..header import Header, shard_paths
 from ..hf_folder import CONFIG, INDEX_SUFFIX, read_object
 from ..part_file import PartFile
@@ -76,9 +75,7 @@ def _check(path: Path, source: Path) -> None:
             "itself in its place, or remove the link"
         )
     if path.stat().st_size > MAX_BYTES:
-        raise ValueError(
-            f"{path}: it has {path.stat().st_size} bytes; files beside the weights have at most {MAX_BYTES}"
-        )
+        raise ValueError(f"{path}: it has {path.stat().st_size} bytes; files beside weights have at most {MAX_BYTES}")
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
@@ -126,10 +123,8 @@ class Form(ABC):
 
     @abstractmethod
     def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
-        """Continue from `progress`, which may be untrusted, and the names of the tensors that are stored.
-
-        The last of the names of parameters is that of the next one, which may be in `progress` already.
-        """
+        """Continue from `progress`, which may be untrusted, and the names of the tensors that are stored. The last of
+        the names of parameters is that of the next one, which may be in `progress` already."""
 
 
 class OwnForm(Form):
@@ -142,7 +137,7 @@ class OwnForm(Form):
 
     def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if isinstance(tensor, QuantizedTensor):
-            stored, self.header.quantized[name] = to_canonical(name, tensor)
+            stored, self.header.quantized[name] = serialize.to_canonical(name, tensor)
             return stored
         self.plain[name] = None
         return {name: tensor}
@@ -178,7 +173,7 @@ class OwnForm(Form):
     def resume(self, progress: Any, names: Sequence[str], stored: Sequence[str]) -> None:
         plain, quantized = dict.fromkeys(progress["plain"]), progress["quantized"]
         for entry in quantized.values():
-            scheme_of(entry)
+            serialize.scheme_of(entry)
         keys = {name: [name] for name in plain} | {name: [*of["tensors"].values()] for name, of in quantized.items()}
         wanted = [key for name in names for key in keys.get(name, [])]
         if plain.keys() & quantized.keys() or keys.keys() - set(names) or wanted[: len(stored)] != [*stored]:

@@ -22,19 +22,10 @@ from torch import Tensor
 
 from ...model.report import CalibrationReport, LayerReport
 from ...primitives.jsonable import construct
+from .. import part_file
 from ..folder_source import FloatFolder, look
 from ..hf_folder import CONFIG, SUFFIX, read_object
-from ..part_file import (
-    JOURNAL,
-    Damaged,
-    PartFile,
-    clear_folder,
-    lock,
-    own_folder,
-    read_journal,
-    say_anew,
-    write_journal,
-)
+from ..part_file import JOURNAL, Damaged, PartFile, read_journal
 from ..sources import SOURCES, QtorchSource, Source, open_source
 from .forms import Form, file_name
 
@@ -47,17 +38,10 @@ _FILES, _LOCK = "files", "lock"
 
 
 class Partial:
-    """The unfinished checkpoint of `target`; a context manager that holds the lock.
+    """The unfinished checkpoint of the file or folder `target`; a context manager that holds the lock.
 
-    Args:
-        target: file or folder that the checkpoint becomes.
-        arguments: JSON data. A folder that was begun with others is started anew, and so is one that is damaged.
-        names: of all parameters, in the order in which they are stored.
-        limit: size of a file in bytes.
-
-    Attributes:
-        counts: number of tensors that each of the parameters that are stored has become.
-        rows: the reports that the caller has passed to `add`.
+    A folder that was begun with other `arguments`, which are JSON data, is started anew, and so is one that is damaged.
+    Of the parameters, in the order of `names`, those that are stored have become so many tensors (`counts`).
     """
 
     def __init__(self, target: Path, arguments: Any, form: Form, names: Sequence[str], limit: int) -> None:
@@ -68,8 +52,8 @@ class Partial:
         self.files: list[PartFile] = []
         self._stored: set[str] = set()
         self._since_journal = self._journal_size = 0
-        own_folder(self.folder)
-        self._lock = lock(self.folder / _LOCK, target)
+        part_file.own_folder(self.folder)
+        self._lock = part_file.lock(self.folder / _LOCK, target)
         try:
             self._begin()
         except BaseException:
@@ -96,11 +80,11 @@ class Partial:
                 self._continue(journal)
                 return
         except Damaged as error:
-            say_anew(self.target, error)
+            part_file.say_anew(self.target, error)
         for file in self.files:
             file.close()
         self.files, self._stored = [], set()
-        clear_folder(self.folder, keep=_LOCK)
+        part_file.clear_folder(self.folder, keep=_LOCK)
         (self.folder / _FILES).mkdir()
 
     def _continue(self, journal: Any) -> None:
@@ -163,7 +147,7 @@ class Partial:
             "files": [file.to_json() for file in self.files],
             "form": self.form.progress(),
         }
-        self._journal_size = write_journal(self.folder / JOURNAL, data)
+        self._journal_size = part_file.write_journal(self.folder / JOURNAL, data)
         self._since_journal = 0
 
     def finish(self) -> None:
@@ -182,10 +166,8 @@ def folder_of(target: Path) -> Path:
 
 
 def take_left_over(target: Path, arguments: Any, names: Sequence[str]) -> list[LayerReport] | None:
-    """Remove the folder of a process that died after `target` was complete: the reports in its journal.
-
-    None if there is no such folder, or it is of something else.
-    """
+    """Remove the folder of a process that died after `target` was complete: the reports in its journal. None if there
+    is no such folder, or it is of something else."""
     try:
         journal = read_journal(folder_of(target) / JOURNAL)
         if journal is None or not _is_of(journal, arguments):

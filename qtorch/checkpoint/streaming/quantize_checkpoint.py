@@ -20,17 +20,17 @@ from tqdm import tqdm
 from ...dtypes import QuantizedTensor
 from ...model.misfit import OnMisfit
 from ...model.report import QUANTIZED_BEFORE, LayerReport, QuantizeReport, quantized_row, skipped_row
-from ...model.targets import Reach
+from ...model.targets import Reach, named_errors
 from ...primitives.files import naming
 from ...quantize_api import check_are_recipes
 from ...recipes.base import Recipe
 from .. import formats  # noqa: F401 (registers the formats)
-from ..formats.transformers_folder.names import recipe_json
+from ..formats.transformers_folder import recipe_json
 from ..save_folder import SAVE_FORMATS, save_format
 from ..sources import Contents, Source
 from ..tensor_file import OWN_FORMAT, check_name
 from .assignment import assign, check_values
-from .calibrate import CalibratedWeights, calibrates
+from .calibrate import CalibratedWeights
 from .forms import form_of
 from .partial import Partial, identity_of, model_config, open_any, take_left_over
 
@@ -42,6 +42,7 @@ _MAX_NAME = 200
 Transform = Callable[[str, Tensor], tuple[Tensor, LayerReport | None]]
 
 
+@named_errors("quantize_checkpoint")
 def quantize_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -68,8 +69,9 @@ def quantize_checkpoint(
             tokenizer of `src`.
         recipe: one recipe, or an ordered mapping from names to recipes as for `quantize_`. A linear layer is what has a
             `weight` of two axes; embeddings, the experts of a mixture in one parameter, and which way around a weight
-            is stored are told by names and ``config.json`` (see `streaming.assignment`). One recipe leaves heads
-            (``lm_head``) and routers alone; ask for them by name, or with ``targets="all"``.
+            is stored are told by names and ``config.json`` (see `streaming.assignment`). As by `quantize_`, heads
+            (``lm_head``) are quantized and routers are not; in the formats of other packages, whose readers expect it,
+            one recipe leaves heads alone, too: ask for them by name, or with ``targets="all"``.
         targets: what the recipe reaches, a word or some as for `quantize_`.
         on_misfit: as for `quantize_`.
         format: ``"qtorch"``, ``"transformers"`` or ``"compressed-tensors"``, as for `save_quantized`.
@@ -100,7 +102,7 @@ def quantize_checkpoint(
         contents = _contents(source)
         assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
-        chosen = {name: target for name, target in assigned.items() if calibrates(target)}
+        chosen = {name: target for name, target in assigned.items() if target.recipe and target.recipe.in_order}
         of_chosen = CalibratedWeights(source, chosen, dst, model) if chosen else None
         estimate = of_chosen.estimate() if of_chosen is not None and dry_run else None
         calibrated = None if dry_run else of_chosen

@@ -70,13 +70,7 @@ def onnx_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.QuantizeLinear(clipped, _float(scale), op.Cast(_integer(zero_point), to=dtype))
 
     def dequantize_per_tensor(
-        input: Any,
-        scale: float,
-        zero_point: int,
-        quant_min: int,
-        quant_max: int,
-        dtype: int,
-        out_dtype: int = -1,
+        input: Any, scale: float, zero_point: int, quant_min: int, quant_max: int, dtype: int, out_dtype: int = -1
     ) -> Any:
         return op.DequantizeLinear(input, _float(scale), op.Cast(_integer(zero_point), to=dtype))
 
@@ -101,13 +95,7 @@ def onnx_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         return op.Cast(op.Clip(shifted, _float(quant_min), _float(quant_max)), to=dtype)
 
     def dequantize_per_token(
-        input: Any,
-        scales: Any,
-        zero_points: Any,
-        quant_min: int,
-        quant_max: int,
-        dtype: int,
-        output_dtype: int = 1,
+        input: Any, scales: Any, zero_points: Any, quant_min: int, quant_max: int, dtype: int, output_dtype: int = 1
     ) -> Any:
         return op.Mul(op.Sub(op.Cast(input, to=1), op.Cast(zero_points, to=1)), op.Cast(scales, to=1))
 
@@ -140,12 +128,7 @@ def onnx_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 class Weights:
-    """The codes of weights in a graph, found by the names of their initializers.
-
-    Args:
-        graph: an `onnx_ir.Graph`, changed in place.
-        codes: types of the codes, by the names of the initializers.
-    """
+    """The codes of weights in an `onnx_ir.Graph`, changed in place; `codes` are their types by initializer."""
 
     def __init__(self, graph: Any, codes: Mapping[str, QDType]) -> None:
         import onnx_ir
@@ -165,8 +148,7 @@ class Weights:
             self._narrow(self.graph.initializers[name], kind)
 
     def _tidy(self, node: Any) -> None:
-        """Make scale and zero point of a DequantizeLinear initializers; store them transposed if that is how they are
-        read."""
+        """Make scale and zero point of a DequantizeLinear initializers, transposed if that is how they are read."""
         codes = node.inputs[0]
         scale, zero_point = (_constant(value) for value in (*node.inputs, None)[1:3])
         assert scale is not None, "scales of a portable weight are constants"

@@ -26,14 +26,9 @@ Shapes = Mapping[fx.Node, tuple[int, ...]]
 
 
 class Numerics(NamedTuple):
-    """How an input is quantized.
-
-    Attributes:
-        scale, zero: static ones; a scale of 0 is chosen for each image.
-        quantizer: see `cpu_conv`.
-        shift: from codes to bytes without a sign.
-        groups: whose channels are padded one by one; 1 for convolutions that need none of that.
-    """
+    """How an input is quantized: a static scale and zero point, or a scale of 0 where one is chosen for each image; see
+    `cpu_conv` for the quantizer. `shift` leads from codes to bytes without a sign, and the channels of each of `groups`
+    are padded one by one (1: none are)."""
 
     scale: float
     zero: int
@@ -49,16 +44,8 @@ class Numerics(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """The nodes from a convolution to the last that is computed with it.
-
-    Attributes:
-        nodes: in order; the value of the last is that of the chain.
-        name: of the module of the convolution.
-        source: the input, quantized by `numerics`.
-        other: what is added, or None.
-        low, high: of the clamp.
-        steps: for the report.
-    """
+    """The nodes from a convolution, a module of this name, to the last computed with it: its input, quantized by
+    `numerics`, what is added, the bounds of the clamp, and the steps for the report."""
 
     nodes: tuple[fx.Node, ...]
     name: str
@@ -159,7 +146,7 @@ def _follow(node: fx.Node, conv: Any, modules: Mapping[str, Any], shapes: Shapes
         (user,) = nodes[-1].users
         if user in taken or user.op == "output":
             break
-        if not _is_identity(user, modules):
+        if user.op != "call_module" or type(modules[str(user.target)]) not in IDENTITIES:
             if other is None and (other := _added(user, nodes[-1], shapes)) is not None:
                 steps.append("add")
             elif (found := _clamp_of(user, modules)) is not None:
@@ -174,6 +161,9 @@ def _follow(node: fx.Node, conv: Any, modules: Mapping[str, Any], shapes: Shapes
     about = _numerics_of(conv), _window_of(conv), other, low, high, tuple(steps)
     return Chain(tuple(nodes), str(node.target), source, *about)
 
+
+IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout2d)
+"""Modules that return their input in eval mode."""
 
 ADDS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add, "add", "add_")
 
@@ -204,11 +194,6 @@ def _clamp_of(node: fx.Node, modules: Mapping[str, Any]) -> tuple[float, float, 
     if node.target in (functional.relu, torch.relu, torch.relu_, functional.relu_, "relu", "relu_"):
         return 0.0, math.inf, "relu"
     return (0.0, 6.0, "clamp") if node.target is functional.relu6 else None
-
-
-def _is_identity(node: fx.Node, modules: Mapping[str, Any]) -> bool:
-    kinds = (nn.Identity, nn.Dropout, nn.Dropout2d)  # in eval mode
-    return node.op == "call_module" and type(modules[str(node.target)]) in kinds
 
 
 _WRITERS: tuple[Callable[..., Any], ...] = (operator.iadd, operator.imul, operator.isub, torch.relu_, functional.relu_)

@@ -1,8 +1,14 @@
-"""fuse_convolutions: a quantized model whose convolutions hand codes to each other."""
+"""fuse_convolutions: a quantized model whose convolutions hand codes to each other, by a `Plan` of steps.
+
+A value has a real form, and codes for each way in which convolutions quantize it. A convolution writes the codes of its
+first consumer as it finishes its sums, and the reals only where something else reads them.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +16,118 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ...kernels.conv import is_channels_last
-from ...kernels.cpu.compiled_library import library, missing, threads
+from ...kernels.cpu import compiled_library, conv_codes
 from ...model.install import check_model
-from .chains import shapes_of
-from .fused_steps import NotFinite, Run, Workspace
-from .plan import FusionReport, Plan
+from .chains import Chain, Numerics, Shapes, find_chains, shapes_of
+from .fused_steps import ConvStep, EncodeStep, NotFinite, PlainStep, PoolStep, Run, Step, Workspace, as_pair
+
+
+@dataclass(frozen=True)
+class FusedConvolution:
+    """One convolution that runs on codes.
+
+    Attributes:
+        name: of the module.
+        steps: what follows the sums, in one pass: ``("bias", "add", "relu")``.
+        result: ``"codes"``, ``"floats"`` or ``"codes and floats"``.
+    """
+
+    name: str
+    steps: tuple[str, ...]
+    result: str
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What `fuse_convolutions` has done.
+
+    Attributes:
+        fused: the convolutions that run on codes, in order.
+        skipped: (name, reason) of those that run as before.
+        exact: whether the outputs for the example inputs are those of the unfused model, bit for bit.
+    """
+
+    fused: tuple[FusedConvolution, ...]
+    skipped: tuple[tuple[str, str], ...]
+    exact: bool
+
+    def __str__(self) -> str:
+        count = len(self.fused) + len(self.skipped)
+        equal = "equal to those of the unfused model bit for bit" if self.exact else "not equal to the unfused model's"
+        lines = [f"{len(self.fused)} of {count} convolutions run on codes; outputs are {equal}"]
+        lines += [f"  {f.name}: {' + '.join(('conv', *f.steps))}, gives {f.result}" for f in self.fused]
+        lines += [f"  {name}: not fused: {reason}" for name, reason in self.skipped]
+        return "\n".join(lines)
+
+
+class Plan:
+    """The steps of a graph in order, and for each the values whose reals nothing reads after it; nodes of the inputs,
+    the arguments of the output, and the names of the convolutions that run on codes."""
+
+    def __init__(self, graph: fx.Graph, modules: Mapping[str, Any], shapes: Shapes) -> None:
+        chains, skipped = find_chains(graph, modules, shapes)
+        self.placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        (self.output,) = (node.args[0] for node in graph.nodes if node.op == "output")
+        self.skipped = tuple(skipped.items())
+        self.names = tuple(chain.name for chain in chains)
+        inside = {node for chain in chains for node in chain.nodes}
+        ends = {chain.last: chain for chain in chains}
+        pools = _pools(graph, modules, ends, inside)
+        readers = _readers(chains)
+        others = [node for node in graph.nodes if node not in inside and node not in pools]
+        # Values that plain operations read, and values that fused ones read as reals.
+        plain = {argument for node in others for argument in node.all_input_nodes}
+        reals = {chain.other for chain in chains if chain.other is not None}
+        reals.update(argument for node in pools for argument in node.all_input_nodes)
+        self.steps: list[Step] = []
+        fused: list[FusedConvolution] = []
+        for node in graph.nodes:
+            if node in ends:
+                chain, to_encode = ends[node], dict(readers.get(node, {}))
+                # The first static reader gets its codes at once; other codes are made from the reals.
+                written = next((n for n in to_encode if n.static and n.groups == 1), None)
+                border = to_encode.pop(written) if written else (0, 0)
+                real = node in reals or bool(to_encode)
+                self.steps.append(ConvStep(chain, written, border, real, node in plain))
+                words = (["codes"] if written else []) + (["floats"] if real or node in plain else [])
+                fused.append(FusedConvolution(chain.name, chain.steps, " and ".join(words) or "nothing"))
+            elif node in inside or node.op == "output":
+                continue
+            else:
+                to_encode = readers.get(node, {})
+                if node in pools:
+                    self.steps.append(PoolStep(node, pools[node], node in plain))
+                elif node.op != "placeholder":
+                    self.steps.append(PlainStep(node))
+            self.steps += [EncodeStep(node, numerics, border) for numerics, border in to_encode.items()]
+        self.fused = tuple(fused)
+        last = {node: i for i, step in enumerate(self.steps) for node in step.reads}
+        self.last_reads = [[node for node, at in last.items() if at == i] for i in range(len(self.steps))]
+
+
+def _readers(chains: Sequence[Chain]) -> dict[fx.Node, dict[Numerics, conv_codes.Border]]:
+    """By value: the numerics by which convolutions quantize it, with the widest padding that such codes have."""
+    readers: dict[fx.Node, dict[Numerics, conv_codes.Border]] = {}
+    for chain in chains:
+        borders, (height, width) = readers.setdefault(chain.source, {}), chain.window.padding
+        known = borders.get(chain.numerics, (0, 0))
+        borders[chain.numerics] = max(known[0], height), max(known[1], width)
+    return readers
+
+
+def _pools(
+    graph: fx.Graph, modules: Mapping[str, Any], ends: Mapping[fx.Node, Chain], inside: set[fx.Node]
+) -> dict[fx.Node, nn.MaxPool2d]:
+    """Max-pooling of the result of a chain."""
+    found = {}
+    for node in graph.nodes:
+        module = modules.get(str(node.target)) if node.op == "call_module" else None
+        if type(module) is nn.MaxPool2d and node not in inside and len(node.args) == 1 and node.args[0] in ends:
+            whole = as_pair(module.dilation) == (1, 1) and not module.ceil_mode and not module.return_indices
+            if whole and not module._forward_hooks:
+                found[node] = module
+    return found
+
 
 WORKSPACES = 4
 """Most shapes of inputs whose memory is kept."""
@@ -62,14 +175,14 @@ class FusedModel(nn.Module):
             return self.model(*args)
         tensors = [a for a in args if isinstance(a, Tensor)]
         last = any(is_channels_last(a) for a in tensors)
-        key = (tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args), last, threads())
+        key = (tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args), last, compiled_library.threads())
         # A workspace that no other thread uses.
         with self._lock:
             idle = self._workspaces.get(key)
             work = idle.pop() if idle else None
         if work is None:
-            compiled = library()
-            assert compiled is not None, missing()
+            compiled = compiled_library.library()
+            assert compiled is not None, compiled_library.missing()
             work = Workspace(compiled, last)
         try:
             run = Run(work, dict(zip(plan.placeholders, args, strict=True)), self._modules_by_name)
@@ -108,13 +221,13 @@ class FusedModel(nn.Module):
         with self._lock:
             self._workspaces.clear()
             self._modules_by_name = dict(self.model.named_modules())
-            plan = self._plan = _plan_of(self.model, self._examples) if library() is not None else None
+            plan = self._plan = _plan_of(self.model, self._examples) if compiled_library.library() is not None else None
             if plan is not None:
                 self._stamp = self._stamp_of(plan.names)
             return plan
 
     def _stamp_of(self, names: tuple[str, ...]) -> Any:
-        stamp: list[Any] = [library()]
+        stamp: list[Any] = [compiled_library.library()]
         for name in names:
             parameters = self._modules_by_name[name]._parameters
             weight, bias = vars(parameters["weight"]), parameters["bias"]
@@ -168,7 +281,7 @@ def fuse_convolutions(model: nn.Module, *example_inputs: Any) -> FusedModel:
         raise ValueError("fuse_convolutions: the model is in training mode; call model.eval() first")
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(example_inputs)):
         raise ValueError("fuse_convolutions: give example inputs of the model's forward")
-    if reason := missing():
+    if reason := compiled_library.missing():
         raise ValueError(f"fuse_convolutions: needs the compiled CPU kernels: {reason}")
     plan = _plan_of(model, example_inputs)
     if not plan.fused:

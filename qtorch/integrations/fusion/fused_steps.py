@@ -49,10 +49,7 @@ class Codes(NamedTuple):
 
 
 class Workspace:
-    """Attributes:
-    codes, reals: by value, what is handed from step to step.
-    calls: by step, what it has prepared.
-    """
+    """What is handed from step to step by value, codes and reals, and what each step has prepared."""
 
     def __init__(self, library: Library, channels_last: bool) -> None:
         self.library = library
@@ -80,11 +77,7 @@ class Workspace:
 
 
 class Run(NamedTuple):
-    """One run.
-
-    Attributes:
-        values: what plain operations read, by node.
-    """
+    """One run; `values` has what plain operations read, by node."""
 
     workspace: Workspace
     values: dict[fx.Node, Any]
@@ -92,11 +85,7 @@ class Run(NamedTuple):
 
 
 class Step(ABC):
-    """One step.
-
-    Attributes:
-        reads: the values that it reads as reals in the memory of fused steps.
-    """
+    """One step, which `reads` values as reals in the memory of fused steps."""
 
     reads: tuple[fx.Node, ...] = ()
 
@@ -146,14 +135,7 @@ class EncodeStep(Step):
 
 
 class ConvStep(Step):
-    """A chain.
-
-    Attributes:
-        written: how the result is quantized, None for no codes.
-        border: of these codes.
-        real: whether fused steps read the result as reals.
-        plain: whether plain operations read it.
-    """
+    """A chain, whose result is `written` as codes with a border, or read as reals by fused steps or `plain` ones."""
 
     def __init__(self, chain: Chain, written: Numerics | None, border: Border, real: bool, plain: bool) -> None:
         self.chain, self.written, self.border, self.real, self.plain = chain, written, border, real, plain

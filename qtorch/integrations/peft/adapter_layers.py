@@ -71,21 +71,17 @@ def _embedding(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kw
     return norm_scale * result + of_adapter
 
 
-FORWARDS = {
-    variants.DoraLinearVariant: _linear_or_conv,
-    variants.DoraConv1dVariant: _linear_or_conv,
-    variants.DoraConv2dVariant: _linear_or_conv,
-    variants.DoraConv3dVariant: _linear_or_conv,
-    variants.DoraEmbeddingVariant: _embedding,
-}
-"""Variants whose forward looks at the base weight -> that forward for quantized weights."""
-
-
 VARIANTS = {
     variant: type(f"Quantized{variant.__name__}", (variant,), {"forward": staticmethod(forward)})
-    for variant, forward in FORWARDS.items()
+    for variant, forward in (
+        (variants.DoraLinearVariant, _linear_or_conv),
+        (variants.DoraConv1dVariant, _linear_or_conv),
+        (variants.DoraConv2dVariant, _linear_or_conv),
+        (variants.DoraConv3dVariant, _linear_or_conv),
+        (variants.DoraEmbeddingVariant, _embedding),
+    )
 }
-"""Variant -> its class for quantized weights."""
+"""Variant whose forward looks at the base weight -> its class for quantized weights."""
 
 
 # What becomes of a quantized weight when adapters are merged into it.
@@ -127,13 +123,9 @@ READS_NO_WEIGHT = (True, False, "gaussian", "eva", "orthogonal")
 
 
 class OnQuantized:
-    """Mixin of a PEFT layer whose base has quantized weights.
-
-    Attributes:
-        peft_class: PEFT's class of the layer.
-        kept: the parameters of the base before the first merge, by name; empty while nothing is merged.
-        on_floats: whether the base weight is in float for a while, and PEFT's own merge and unmerge are to run.
-    """
+    """Mixin of a PEFT layer, of the class `peft_class`, whose base has quantized weights. The parameters of the base
+    before the first merge are `kept` by name while anything is merged. While the base weight is in float for a while
+    (`on_floats`), PEFT's own merge and unmerge run."""
 
     peft_class: ClassVar[type]
     kept: dict[str, Tensor]

@@ -21,12 +21,8 @@ from .versions import delta_factors
 
 @dataclass(frozen=True, eq=False)
 class AdaptedParameter:
-    """`base + left @ right`, not computed: a stand-in for a parameter in products.
-
-    Attributes:
-        base: quantized, (..., M, N).
-        left, right: the factors of the adapters, (..., M, R) and (..., R, N).
-    """
+    """`base + left @ right`, not computed: a stand-in for a quantized parameter (..., M, N) in products, with the
+    factors of adapters (..., M, R) and (..., R, N)."""
 
     base: Any
     left: Tensor

@@ -51,7 +51,7 @@ def prepare_for_adapters(
     any_model: Any = model
     if not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
         raise ValueError(
-            f"prepare_for_adapters: no weight of this {type(model).__name__} is quantized; call quantize_ first"
+            f"prepare_for_adapters: no weight of {type(model).__name__} is quantized; call quantize_ first"
         )
     if gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(
@@ -203,11 +203,8 @@ def _set_factors(layer: Any, adapter: str, error: Tensor, root: Tensor | None) -
 
 
 def _decompose(error: Tensor, rank: int, root: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(left, right), (..., M, R) and (..., R, N), whose product is the best of that rank; zeros beyond min(M, N).
-
-    Args:
-        root: L (N, N), lower triangular, if the product is to be the best for inputs with E[x x^T] = L L^T.
-    """
+    """(left, right), (..., M, R) and (..., R, N), whose product is the best of that rank, for inputs with E[x x^T] = L
+    L^T if the lower triangular `root` L is given; zeros beyond min(M, N)."""
     if root is not None:
         root = root.to(error.device)
     u, s, v = torch.linalg.svd(error if root is None else error @ root, full_matrices=False)

@@ -8,6 +8,10 @@ The functions of torchao 0.6 and 0.7 (`int4_weight_only(layout=..., use_hqq=...)
 without one raises a `ValueError`. torchao need not be installed.
 """
 
+# ruff: noqa: F401, F403 (each name is written once, where it is imported)
+
+import types
+
 from torch import nn
 
 from ...dtypes import (
@@ -46,12 +50,11 @@ from ...primitives import (
     quantize_affine,
 )
 from ...training import precompute_bitnet_scale_for_fsdp
-from . import configs, functions, observers, steps, training
-from .configs import *  # noqa: F403
-from .functions import *  # noqa: F403
-from .observers import *  # noqa: F403
-from .steps import *  # noqa: F403
-from .training import *  # noqa: F403
+from .configs import *
+from .functions import *
+from .observers import *
+from .steps import *
+from .training import *
 
 PlainLayoutType, SemiSparseLayoutType, TensorCoreTiledLayoutType = PlainLayout, SemiSparseLayout, TensorCoreTiledLayout
 """Their names in torchao 0.6."""
@@ -63,45 +66,5 @@ def unwrap_tensor_subclass(model: nn.Module, filter_fn: object = None) -> nn.Mod
 
 
 __all__ = [
-    "AffineQuantizedTensor",
-    "MappingType",
-    "PerAxis",
-    "PerBlock",
-    "PerGroup",
-    "PerRow",
-    "PerTensor",
-    "PerToken",
-    "PlainLayout",
-    "PlainLayoutType",
-    "SemiSparseLayout",
-    "SemiSparseLayoutType",
-    "TensorCoreTiledLayout",
-    "TensorCoreTiledLayoutType",
-    "UintxTensor",
-    "ZeroPointDomain",
-    "choose_qparams_affine",
-    "choose_qparams_affine_with_min_max",
-    "compute_error",
-    "dequantize_affine",
-    "fake_quantize_affine",
-    "get_model_size_in_bytes",
-    "int_scaled_matmul",
-    "linear_nf4",
-    "precompute_bitnet_scale_for_fsdp",
-    "quantize_affine",
-    "safe_int_mm",
-    "to_affine_quantized_floatx",
-    "to_affine_quantized_floatx_static",
-    "to_affine_quantized_fpx",
-    "to_affine_quantized_intx",
-    "to_affine_quantized_intx_static",
-    "to_linear_activation_quantized",
-    "to_nf4",
-    "to_uintx",
-    "unwrap_tensor_subclass",
+    name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, types.ModuleType))
 ]
-__all__ += configs.__all__
-__all__ += functions.__all__
-__all__ += observers.__all__
-__all__ += steps.__all__
-__all__ += training.__all__

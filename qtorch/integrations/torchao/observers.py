@@ -116,10 +116,8 @@ class AffineQuantizedMinMaxObserver(AffineQuantizedObserverBase):
 
 
 class LinearActivationWeightObservedTensor(Tensor):
-    """A weight that shows itself and the input of `F.linear` to observers; otherwise an ordinary tensor.
-
-    One of the observers may be None.
-    """
+    """A weight that shows itself and the input of `F.linear` to observers, of which one may be None; else an ordinary
+    tensor."""
 
     input_observer: AffineQuantizedObserverBase | None
     weight_observer: AffineQuantizedObserverBase | None

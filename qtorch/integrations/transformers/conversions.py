@@ -8,61 +8,44 @@ from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers import core_model_loading
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from ...dtypes import QuantizedTensor
-from .loading_plan import Plan
-from .stored_weights import StoredWeights, placed
+from .loading_plan import Plan, StoredWeights, placed
 from .versions import apply_renamings
 
 
 class Origin(NamedTuple):
-    """What a parameter of a model is made of.
-
-    Attributes:
-        converter: of the model, which fuses or splits what is stored; None for a weight that is stored as it is.
-        names: source pattern of the converter -> stored names, in the order in which the converter takes them.
-    """
+    """What a parameter is made of: by a converter of the model, which fuses or splits, of stored names by its source
+    pattern, in the order in which it takes them; or, without one, of a weight as it is stored."""
 
     converter: WeightConverter | None
     names: dict[str, list[str]]
 
 
 def origins(stored: Iterable[str], others: Iterable[str], conversions: list[Any], model: Any) -> dict[str, Origin]:
-    """Name of a parameter in the model -> what it is made of, as transformers renames and fuses it while loading.
-
-    A converter that makes several parameters of one is under the name of the first one.
-
-    Args:
-        stored: names of the quantized tensors of the files.
-        others: names of the other ones.
-    """
+    """Name of a parameter in the model -> what it is made of, as transformers renames and fuses it while loading. A
+    converter that makes several parameters of one is under the name of the first one."""
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
     found: dict[str, Origin] = {}
-    for name in sorted(stored, key=dot_natural_key):
-        place, _ = rename_source_key(name, renamings, [], model.base_model_prefix, state)
-        fused, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+    for name in sorted(stored, key=core_model_loading.dot_natural_key):
+        place, _ = core_model_loading.rename_source_key(name, renamings, [], model.base_model_prefix, state)
+        fused, pattern = core_model_loading.rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
         if place in state or pattern is None or fused not in state:
             found[place] = Origin(None, {"": [name]})
         else:
             found.setdefault(fused, Origin(by_pattern[pattern], {})).names.setdefault(pattern, []).append(name)
     for name in others:
-        fused, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        fused, _ = core_model_loading.rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if fused in found and found[fused].converter is not None:
             one = next(iter(found[fused].names.values()))[0]
-            raise ValueError(
-                f"qtorch: {one} is stored quantized, {name} is not, and both are parts of {fused}; quantize that as a "
-                "whole"
-            )
+            raise ValueError(f"qtorch: {one} is stored quantized, {name} not, both are in {fused}; quantize all of it")
     return found
 
 
@@ -135,10 +118,8 @@ class Deserialize(ConversionOps):
 
 
 class StoredNames(WeightConverter):
-    """Collects the stored parts of each parameter. It looks names up, where others match patterns.
-
-    It takes a key if and only if it is a part, or the marker, of a quantized parameter; all others pass it.
-    """
+    """Collects the stored parts of each parameter. It looks names up, where others match patterns: it takes a key if
+    and only if it is a part, or the marker, of a quantized parameter; all others pass it."""
 
     __slots__ = ("owners",)
 

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ...dtypes import QuantizedTensor
-from ...dtypes.dispatch import implements_aten, implements_function
+from ...dtypes import QuantizedTensor, dispatch, products
 from ...dtypes.experts import grouped_linear, grouped_linear_call
-from ...dtypes.products import grouped_mm
 from .versions import experts_implementations, grouped_mm_operator, of_experts, takes_experts_implementation
 
 NAME = "qtorch"
@@ -30,12 +28,8 @@ DEFAULT = "grouped_mm"
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward (T, H) -> (T, H) of a module of experts that is decorated with `use_experts_implementation`.
-
-    Args:
-        top_k_index, top_k_weights: (T, R): the experts of each token, and their weights. An index that names no expert
-            adds nothing.
-    """
+    """The forward (T, H) -> (T, H) of a module of experts that is decorated with `use_experts_implementation`, with the
+    experts of each token and their weights, (T, R). An index that names no expert adds nothing."""
     has_gate = of_experts(self, "has_gate")
     up = self.gate_up_proj if has_gate else self.up_proj
     if not (isinstance(up, QuantizedTensor) and isinstance(self.down_proj, QuantizedTensor)):
@@ -82,10 +76,10 @@ def choose(model: Any) -> None:
 
 if (_OPERATOR := grouped_mm_operator()) is not None:
 
-    @implements_function(_OPERATOR, _OPERATOR.default)
+    @dispatch.implements_function(_OPERATOR, _OPERATOR.default)
     def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        return grouped_mm(input, weight, offs)
+        return products.grouped_mm(input, weight, offs)
 
-    @implements_aten(_OPERATOR.default)
+    @dispatch.implements_aten(_OPERATOR.default)
     def _grouped_mm_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
-        return grouped_mm(*args, **kwargs)
+        return products.grouped_mm(*args, **kwargs)

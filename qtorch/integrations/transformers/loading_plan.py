@@ -1,51 +1,54 @@
-"""Plan: which weights `from_pretrained` quantizes while it loads them, decided on the model without values."""
+"""Which weights `from_pretrained` quantizes as it loads them, decided on the model without values, and which it finds
+quantized in the files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...calibration.texts import are_texts, on_device, token_batches
+from ...checkpoint import header, tensor_file
+from ...checkpoint.formats.transformers_folder import Index, cast
+from ...dtypes import AffineQuantizedTensor, QuantizedTensor, serialize
 from ...kernels.registry import choose
 from ...model.explain import problem_of
 from ...model.misfit import choose as choose_fitting
 from ...model.module_repr import get_model_size_in_bytes
 from ...model.report import QuantizeReport, skipped_row
-from ...model.targets import Target, find_targets, is_asked_by_name
+from ...model.targets import Target, find_targets, is_asked_by_name, named_errors
 from ...quantize_api import check_targets, place, quantize_
 from ...recipes.base import Recipe, WeightRecipe
+from ...training.weights.base import TrainingWeight
+from ...training.weights.codes import CodesWeight
 from .quantization_config import QtorchConfig
 
 
 class Plan:
-    """The weights of a model on the meta device with their recipes, as `quantize_` would assign them.
+    """The weights of a model on the meta device with their recipes, as `quantize_` would assign them: `targets`, by
+    every name that they have, are quantized while they are loaded; those that are to be `trained`, or `calibrated` on
+    data, are loaded in floating point. `batches` of `QtorchConfig(calibration=...)` are filled in when the model is
+    loaded."""
 
-    Attributes:
-        targets: the weights to quantize while they are loaded, by every name that they have.
-        trained: those that are loaded in floating point, since they are to be trained: recipe by name.
-        calibrated: those that are loaded in floating point, since their recipes run the model on data.
-        batches: the data of `QtorchConfig(calibration=...)`, which is filled in when the model is loaded.
-    """
-
+    @named_errors("QtorchConfig")
     def __init__(self, model: Any, config: QtorchConfig) -> None:
         known = list(config.recipe.values()) if isinstance(config.recipe, dict) else [config.recipe]
         if not known or not all(isinstance(each, Recipe) or (each is None and len(known) > 1) for each in known):
             raise ValueError(
-                f"QtorchConfig: recipe is a recipe, or a mapping from names to recipes; got {config.recipe!r:.80}"
+                f"QtorchConfig: takes a recipe, or a mapping from names to recipes; got {config.recipe!r:.80}"
             )
         self.batches: list[Any] = []
         given = config.calibrated(self.batches)
         for recipe in filter(None, given.values() if isinstance(given, dict) else [given]):
             recipe.check_complete()
             if recipe.selects:
-                raise ValueError(
-                    f"QtorchConfig: {recipe} changes weights that are quantized: call quantize_ after loading"
-                )
+                raise ValueError(f"QtorchConfig: {recipe} changes quantized weights: call quantize_ after loading")
         self._all = _tied(find_targets(model, given, None, config.targets), model)
         skipped = HfQuantizer.get_modules_to_not_convert(
             model, config.modules_to_not_convert, sorted(model._keep_in_fp32_modules or ())
@@ -57,7 +60,7 @@ class Plan:
         if not asked:
             raise ValueError(f"QtorchConfig: no weight of {type(model).__name__} is left to quantize")
         place(asked)
-        check_targets("QtorchConfig", asked, _check_form)
+        check_targets(asked, _check_form)
         recipes = {target.slot.name: target.recipe for target in asked if target.recipe is not None}
         self.trained = {name: recipe for name, recipe in recipes.items() if recipe.trains}
         self.calibrated = {name: recipe for name, recipe in recipes.items() if recipe.data is not None}
@@ -159,3 +162,82 @@ def _check_form(recipe: Recipe, target: Target[Recipe]) -> None:
     """Raise `ValueError` or `TypeError` for a recipe for inference that does not fit the shape of a weight."""
     if isinstance(recipe, WeightRecipe) and not recipe.trains:
         recipe.check_form(target.kind.view(target.parameter.detach()))
+
+
+MARKER = "marker"
+"""The part that stands for the marker, which is no tensor of the entry."""
+
+
+class StoredWeights:
+    """What the headers of the files say: the entries of all files (`index`), (name of the parameter, part) by key in a
+    file (`owners`), every part that one of them has, and the files of all other keys (`others`)."""
+
+    def __init__(self, files: Sequence[str], config: QtorchConfig, dtype: torch.dtype) -> None:
+        self.index = Index()
+        self.config = config
+        self.dtype = dtype
+        keys: dict[str, Path] = {}
+        for path in map(Path, files):
+            file = tensor_file.TensorFile(path)
+            file.close()
+            keys |= dict.fromkeys(file.stored, path)
+            try:
+                self.index.add(Index.parse(file.metadata))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+        parts = self.index.owners()
+        if missing := sorted(parts.keys() - keys.keys()):
+            raise ValueError(f"{files[0]}: missing key {', '.join(missing[:4])}")
+        markers = {name: (name, MARKER) for name in self.index.quantized if name not in parts}
+        self.owners: dict[str, tuple[str, str]] = {**markers, **parts}
+        self.parts = sorted({part for _, part in parts.values()})
+        self.others = {key: path for key, path in keys.items() if key not in self.owners}
+
+    def tensor(self, name: str, parts: Mapping[str, Tensor]) -> QuantizedTensor:
+        """The quantized tensor that the files call `name` from its stored parts."""
+        entry = self.index.quantized[name]
+        by_key = {key: parts[part] for part, key in entry["tensors"].items() if part in parts}
+        for key, part in by_key.items():
+            # Files of other packages do not align tensors as torch does, and products depend on it.
+            if part.device.type == "cpu" and part.data_ptr() % tensor_file.ALIGNMENT:
+                by_key[key] = part.clone()
+        tensor = serialize.from_canonical(entry, by_key.__getitem__)
+        # Weights of another dtype than the saved model had keep theirs.
+        if self.config.model_dtype in (None, str(tensor.dtype).removeprefix("torch.")):
+            tensor = cast(tensor, self.dtype)
+        trains = name in self.config.trained() and isinstance(tensor, AffineQuantizedTensor)
+        return CodesWeight(tensor.inner_tensors, tensor.scheme) if trains else tensor
+
+
+def placed(tensor: QuantizedTensor, model: nn.Module, place: str) -> nn.Parameter:
+    """The tensor as the parameter `place` of `model`."""
+    path, _, attribute = place.rpartition(".")
+    module: Any = model.get_submodule(path)
+    header.check_fits(Path(place), place, (module, attribute, module._parameters[attribute]), tensor)
+    return nn.Parameter(tensor, requires_grad=tensor.trains)
+
+
+# Weights in training: a folder holds their floats, or codes, and what their recipe has added to the model.
+# They are loaded in three steps: the floats by transformers; then the recipes prepare the model, as in `quantize_`;
+# then what they have added (learned scales, observed ranges, adapters) is read from the files.
+
+
+def prepare(model: Any, plan: Plan | None, stored: StoredWeights | None, config: QtorchConfig) -> dict[str, Recipe]:
+    """Prepare the weights in training of a model that is loaded; their recipes by name."""
+    recipes = dict(plan.trained) if plan is not None else config.trained()
+    if not recipes:
+        return {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    floats = {name: recipe for name, recipe in recipes.items() if not isinstance(parameters.get(name), TrainingWeight)}
+    if floats:
+        quantize_(model, floats)
+    if stored is not None:
+        # The state that was not there when the weights were loaded.
+        missing = model.state_dict().keys() - parameters.keys()
+        state: dict[str, Tensor] = {}
+        for path in set(stored.others.values()):
+            file = tensor_file.TensorFile(path)
+            state |= {name: file.read(name) for name in missing & file.stored.keys() & stored.others.keys()}
+            file.close()
+        model.load_state_dict(state, strict=False)
+    return recipes

@@ -11,13 +11,7 @@ from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...calibration.methods import Method, with_data
-from ...checkpoint.formats.transformers_folder.names import (
-    QUANT_METHOD,
-    VERSION,
-    Names,
-    quantization_config,
-    read_recipe,
-)
+from ...checkpoint.formats.transformers_folder import QUANT_METHOD, VERSION, Names, quantization_config, read_recipe
 from ...model.misfit import OnMisfit
 from ...recipes.base import Recipe
 
@@ -64,9 +58,7 @@ class QtorchConfig(QuantizationConfigMixin):
         quant_method: str = QUANT_METHOD,
     ) -> None:
         if version != VERSION:
-            raise ValueError(
-                f"the folder has version {version!r:.40} of the format; this qtorch reads version {VERSION}"
-            )
+            raise ValueError(f"the folder has version {version!r:.40} of the format; this qtorch reads {VERSION}")
         self.quant_method = quant_method
         self.recipe = dict(recipe) if isinstance(recipe, Mapping) and "type" not in recipe else read_recipe(recipe)
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
@@ -92,9 +84,7 @@ class QtorchConfig(QuantizationConfigMixin):
         for data, names in self.training:
             recipe = read_recipe(data)
             if not isinstance(recipe, Recipe):
-                raise ValueError(
-                    f"the weights {', '.join(names[:4])} are in training by {data!r:.200}, which is unknown"
-                )
+                raise ValueError(f"the weights {', '.join(names[:4])} are in training by {data!r:.200}, not known")
             found |= dict.fromkeys(names, recipe)
         return found
 

@@ -14,32 +14,25 @@ from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from ...checkpoint.formats.transformers_folder import QUANT_METHOD, Index
-from ...checkpoint.formats.transformers_folder.names import is_marker, read_recipe, recipe_json
-from ...dtypes import QuantizedTensor
-from ...dtypes.serialize import from_canonical, to_canonical
+from ...checkpoint.formats.transformers_folder import QUANT_METHOD, Index, is_marker, read_recipe, recipe_json
+from ...dtypes import QuantizedTensor, serialize
 from ...model.install import PreparedModule, QuantizationState
 from ...model.module_repr import show_quantized
 from ...model.report import QuantizeReport
 from ...quantize_api import dequantize_
 from ...recipes.base import Recipe
+from ...training.weights import codes, master
 from ...training.weights.base import TrainingWeight
-from ...training.weights.codes import CodesWeight
-from ...training.weights.master import MasterWeight
 from ..plain_state import plain_state
 from . import experts_interface
-from .loading_plan import Plan
+from .loading_plan import Plan, StoredWeights, prepare
 from .quantization_config import QtorchConfig, name_on_hub
-from .stored_weights import StoredWeights, prepare
 from .versions import ignore_unexpected
 
 
 def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(plain tensors by stored name, metadata).
-
-    Of tied weights one is stored, the one whose name transformers does not derive from another; so is the state that
-    their layers share.
-    """
+    """(plain tensors by stored name, metadata). Of tied weights one is stored, the one whose name transformers does not
+    derive from another; so is the state that their layers share."""
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     index = Index()
@@ -74,25 +67,23 @@ def still_trained(model: nn.Module, recipes: dict[str, Recipe]) -> dict[str, Rec
 
 def read_stored(model: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """Hook before `load_state_dict`: join the stored parts of quantized weights, as `Trainer` reads them from a file.
-
-    Each weight takes the scheme of the model, which must be quantized as the saved one was.
-    """
+    Each weight takes the scheme of the model, which must be quantized as the saved one was."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = prefix + name
-        if not isinstance(parameter, QuantizedTensor) or isinstance(parameter, MasterWeight):
+        if not isinstance(parameter, QuantizedTensor) or isinstance(parameter, master.MasterWeight):
             continue
         if key not in state or not is_marker(state[key].shape):
             continue
-        _, entry = to_canonical(key, parameter)
+        _, entry = serialize.to_canonical(key, parameter)
         parts = {part: f"{key}_codes" if old == key else old for part, old in entry["tensors"].items()}
         if missing := sorted(set(parts.values()) - state.keys()):
             raise ValueError(f"{key} is stored in another way than the model holds it: there is no {missing[0]}")
         try:
-            tensor = from_canonical({**entry, "tensors": parts}, state.pop)
+            tensor = serialize.from_canonical({**entry, "tensors": parts}, state.pop)
         except ValueError as error:
             raise ValueError(f"{key} is stored in another way than the model holds it: {error}") from error
-        is_codes = isinstance(parameter, CodesWeight)
-        state[key] = CodesWeight(tensor.inner_tensors, tensor.scheme) if is_codes else tensor
+        is_codes = isinstance(parameter, codes.CodesWeight)
+        state[key] = codes.CodesWeight(tensor.inner_tensors, tensor.scheme) if is_codes else tensor
 
 
 logger = logging.getLogger(__name__)
@@ -114,6 +105,7 @@ class QtorchHfQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    is_trainable = True  # every kernel passes the gradient on to the input, so that adapters train
     quantization_config: QtorchConfig
 
     def __init__(self, quantization_config: QtorchConfig, **kwargs: Any) -> None:
@@ -216,11 +208,6 @@ class QtorchHfQuantizer(HfQuantizer):
         return state_to_save(model)
 
     @property
-    def is_trainable(self) -> bool:
-        """Every kernel passes the gradient on to the input, so that adapters train."""
-        return True
-
-    @property
     def is_qat_trainable(self) -> bool:
         """Whether weights of the model themselves are in training."""
         return self._in_training
@@ -247,10 +234,8 @@ def model_changed(model: nn.Module, recipes: Mapping[str, Recipe]) -> None:
 
 
 def attach(model: Any, recipes: Mapping[str, Recipe]) -> None:
-    """Give the model a quantizer, or update or remove the one that it has, by what its weights are now.
-
-    A quantizer of another package is left alone.
-    """
+    """Give the model a quantizer, or update or remove the one that it has, by what its weights are now; a quantizer of
+    another package is left alone."""
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not isinstance(quantizer, QtorchHfQuantizer):
         return

@@ -60,13 +60,8 @@ def ignore_unexpected(model: Any, patterns: list[str]) -> None:
 
 
 def give_conversions(modeling: Any, quantizer_class: type[Any]) -> None:
-    """Let quantizers of a class change the conversions of a model that is loaded, as 5.21 does.
-
-    Before, `update_weight_conversions` is not given the model, or (before 5.8) not called.
-
-    Args:
-        modeling: the module `transformers.modeling_utils`.
-    """
+    """Let quantizers of a class change the conversions of a model that is loaded, as 5.21 does. Before,
+    `update_weight_conversions` is not given the model, or (before 5.8) not called."""
     update = getattr(HfQuantizer, "update_weight_conversions", None)
     if update is not None and "model" in inspect.signature(update).parameters:
         return

@@ -99,8 +99,8 @@ def test_recipes_that_train_prepare_the_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        (None, "recipe is a recipe"),
-        ("int8", "recipe is a recipe"),
+        (None, "takes a recipe, or a mapping"),
+        ("int8", "takes a recipe, or a mapping"),
         (convert(), "call quantize_ after loading"),
         (int4_weight_only(group_size=48), r"q_proj.*48"),
         ({"nowhere": I8}, "'nowhere' matches no"),

@@ -1,7 +1,6 @@
 """Compiled weight-only layers whose codes are no integers, against exact arithmetic: every type, build and variant."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch

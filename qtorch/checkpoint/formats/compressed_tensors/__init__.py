@@ -6,6 +6,6 @@ The package itself is not imported.
 """
 
 from . import source, write  # noqa: F401 (register the format)
-from .serving import recipes_for_vllm
+from .vllm import recipes_for_vllm
 
 __all__ = ["recipes_for_vllm"]

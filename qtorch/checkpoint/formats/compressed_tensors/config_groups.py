@@ -25,14 +25,10 @@ _MAX_PATTERN = 2000
 
 @dataclass
 class Config:
-    """How the layers of a checkpoint are quantized.
-
-    Attributes:
-        groups: (targets, group) pairs in the order of the file. A target is the name of a module, a regular expression
-            after ``re:``, which matches from the beginning of the name, or the name of a class of modules.
-        version: of the package that wrote the file, None if it is not known.
-        notes: what is left out, for people.
-    """
+    """How the layers of a checkpoint are quantized: groups with their targets in the order of the file, the version of
+    the package that wrote it, if it is known, and notes on what is left out. A target is the name of a module, a
+    regular expression after ``re:``, which matches from the beginning of the name, or the name of a class of
+    modules."""
 
     groups: list[tuple[list[str], Group]] = field(default_factory=list)
     version: tuple[int, ...] | None = None
@@ -47,7 +43,11 @@ class Config:
     def parse(cls, data: Mapping[str, Any]) -> Config:
         """From the contents of config.json, which must be valid, and nothing that this package cannot represent."""
         made = cls(version=_version(data.get("version")))
-        _refuse_transforms(data)
+        sparsity, transforms = data.get("sparsity_config") or {}, data.get("transform_config") or {}
+        if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") not in (None, "dense"):
+            raise ValueError(f"sparsity_config has the format {sparsity['format']!r:.40}; sparse files are not read")
+        if isinstance(transforms, Mapping) and transforms.get("config_groups"):
+            raise ValueError("transform_config rotates the activations, which layers here do not; the file is not read")
         overall = data.get("format")
         groups = data.get("config_groups")
         if not isinstance(groups, Mapping):
@@ -91,15 +91,6 @@ def _version(value: Any) -> tuple[int, ...] | None:
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def _refuse_transforms(data: Mapping[str, Any]) -> None:
-    sparsity = data.get("sparsity_config") or {}
-    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") not in (None, "dense"):
-        raise ValueError(f"sparsity_config has the format {sparsity['format']!r:.40}; sparse files are not read")
-    transforms = data.get("transform_config") or {}
-    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
-        raise ValueError("transform_config rotates the activations, which the layers here do not; the file is not read")
-
-
 def _group(entry: Any, overall: Any) -> tuple[list[str], Group]:
     if not isinstance(entry, Mapping):
         raise ValueError(f"is {entry!r:.80}, not an object with targets and weights")
@@ -124,7 +115,6 @@ def _group(entry: Any, overall: Any) -> tuple[list[str], Group]:
     )
 
 
-# --------------------------------------------------------------------------------------------------
 # `config_groups` and `ignore`: which modules are quantized how, in words that vLLM and the package read alike.
 #
 # Traps: vLLM joins some modules, and then looks for the *joined* name (``qkv_proj``) in the targets, next for the class

@@ -59,12 +59,8 @@ def unpack_padded(packed: Tensor, bits: int, length: int) -> Tensor:
 
 
 def unpack_either(packed: Tensor, bits: int, length: int, dense: bool | None) -> Tensor:
-    """Codes (R, length), uint8, from words (R, W) in the packing that has so many words.
-
-    Args:
-        dense: which one it is where both have W words, for rows shorter than 160 codes; None to look at the bits that
-            padding leaves zero.
-    """
+    """Codes (R, length), uint8, from words (R, W) in the packing that has so many words. `dense` says which where both
+    have W words, for rows shorter than 160 codes; None looks at the bits that padding leaves zero."""
     if packed.dtype is not torch.int32 or packed.dim() != 2:
         raise ValueError(f"packed codes are rows of int32, got {packed.dtype} of shape {tuple(packed.shape)}")
     words = packed.shape[1]
@@ -86,7 +82,6 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 
-# --------------------------------------------------------------------------------------------------
 # The scale of the tensor in NVFP4: files hold a divisor, tensors of this package a multiplier.
 #
 #     of a file   scale of a group = weight_scale / weight_global_scale
@@ -100,12 +95,7 @@ _TRIES = 8
 
 
 def divisor_of(multiplier: Tensor, scale: Tensor) -> Tensor:
-    """The fp32 number d for which ``scale / d == scale * multiplier`` in fp32, for all the scales.
-
-    Args:
-        multiplier: fp32, one element.
-        scale: float8_e4m3fn, any shape.
-    """
+    """The fp32 number d for which ``scale / d == scale * multiplier`` in fp32, for all the scales (float8_e4m3fn)."""
     multiplier = multiplier.reshape(())
     codes = _distinct(scale)
     wanted = codes * multiplier

@@ -50,18 +50,11 @@ _IGNORED = ("observer", "observer_kwargs", "zp_dtype", "actorder")
 
 @dataclass(frozen=True)
 class Args:
-    """How a tensor is quantized.
-
-    Args:
-        num_bits: of a code.
-        type: ``"int"`` or ``"float"``.
-        symmetric: there is no zero point.
-        strategy: which elements share a scale: ``"tensor"``, ``"channel"`` (a row of the weight), ``"group"`` (of
-            `group_size` columns), ``"block"`` (of `block_structure`), ``"token"`` (a row of the input) or
-            ``"tensor_group"``, groups whose scales are quantized too, with one scale for the tensor.
-        dynamic: the scale is computed on each call; ``"local"``, only that of the groups.
-        scale_dtype: dtype in which scales are stored, None for floating point of 16 or 32 bits.
-    """
+    """How a tensor is quantized, in the fields of the package. `strategy` says which elements share a scale:
+    ``"tensor"``, ``"channel"`` (a row of the weight), ``"group"`` (of `group_size` columns), ``"block"`` (of
+    `block_structure`), ``"token"`` (a row of the input) or ``"tensor_group"``, groups whose scales are quantized too,
+    with one scale for the tensor. A `dynamic` scale is computed on each call; ``"local"``, only that of the groups.
+    `scale_dtype` None is floating point of 16 or 32 bits."""
 
     num_bits: int
     type: str
@@ -156,7 +149,6 @@ def _require(condition: bool, problem: str) -> None:
         raise ValueError(f"quantization arguments are not valid: {problem}")
 
 
-# --------------------------------------------------------------------------------------------------
 # The specs of this package that mean the same as the arguments of compressed-tensors, in both directions.
 
 
@@ -166,7 +158,7 @@ _E4M3_NAME = "torch.float8_e4m3fn"
 MX_GROUP = 32
 
 
-# --- from this package ---
+# from this package
 
 
 def args_of(tensor: QuantizedTensor) -> tuple[Args, Args | None]:
@@ -274,7 +266,7 @@ def _of_activation(spec: QuantSpec, static: bool) -> Args:
     return Args(dtype.bits, kind, symmetric, strategy, group_size, dynamic=not static, scale_dtype=scale_dtype)
 
 
-# --- to this package ---
+# to this package
 
 
 def weight_spec(args: Args, shape: tuple[int, int]) -> QuantSpec:

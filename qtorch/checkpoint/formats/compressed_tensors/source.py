@@ -28,13 +28,8 @@ _NAN_E8M0 = 255
 
 
 class StoredModule:
-    """The tensors of one module in a folder, which are described in `write`; only their headers are read until `read`.
-
-    Args:
-        prefix: of the names of its tensors.
-        args: how its weight is quantized.
-        dense: the packing of codes whose shape allows both; see `packing.unpack_either`.
-    """
+    """The tensors of one module in a folder, called `prefix` and a name that `write` describes; only their headers are
+    read until `read`. `dense` is the packing of codes whose shape allows both; see `packing.unpack_either`."""
 
     def __init__(self, folder: HFFolder, prefix: str, mmap: bool, args: Args, dense: bool | None) -> None:
         self.folder, self.prefix, self.mmap, self.args, self.dense = folder, prefix, mmap, args, dense
@@ -113,9 +108,7 @@ class StoredModule:
         if math.prod(info.shape) != math.prod(self.scale_shape) or (
             len(info.shape) > 1 and info.shape != self.scale_shape
         ):
-            raise ValueError(
-                f"its weight_scale has shape {info.shape}, that of a weight {self.shape} has {self.scale_shape}"
-            )
+            raise ValueError(f"its weight_scale has shape {info.shape}, a weight {self.shape} has {self.scale_shape}")
         dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.float8_e8m0fnu) if self.is_mx else FLOATS
         if self.args.strategy == "tensor_group":
             dtypes = (torch.float8_e4m3fn,)
@@ -200,15 +193,8 @@ class StoredModule:
             raise ValueError("has a weight_g_idx whose groups are not consecutive columns (actorder 'group')")
 
 
-OF_WEIGHT = (
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_global_scale",
-    "weight_g_idx",
-)
+OF_WEIGHT: tuple[str, ...] = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+OF_WEIGHT += ("weight_global_scale", "weight_g_idx")
 OF_INPUT = ("input_scale", "input_zero_point", "input_global_scale")
 OF_OUTPUT = ("output_scale", "output_zero_point", "output_global_scale")
 OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")

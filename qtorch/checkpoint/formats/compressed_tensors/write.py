@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ....dtypes import ConvWeight, QuantizedTensor
-from ....primitives.files import naming
-from ....primitives.jsonable import construct
+from ....primitives import files, jsonable
 from ...save_folder import SaveFormat, register_save_format
 from ...stacked_experts import expert_names, is_fused, split_experts
 from .config_groups import METHOD, MIXED, VERSION, check_joined, config_groups, ignored
@@ -25,7 +24,6 @@ from .packing import divisor_of, pack, pack_nibbles
 from .scheme import Args, Group, args_of, formats_of
 from .vllm import EMBEDDING, EXPERTS, LINEAR, SCALES_IN_THE_DTYPE_OF_THE_MODEL, decide
 
-# --------------------------------------------------------------------------------------------------
 # The tensors that stand for a weight, in each format.
 #
 #     pack-quantized            weight_packed int32, weight_scale, weight_shape int64 (2,); with zero points
@@ -151,7 +149,7 @@ class CompressedTensorsFormat(SaveFormat):
             return {name: tensor}
         if attribute != "weight":
             raise ValueError(f"{name} is quantized, but not the weight of a module; vLLM has a scheme for weights only")
-        with naming(name):
+        with files.naming(name):
             saved, tensors = _saved(module, tensor)
         self.quantized[module] = saved
         prefix = f"{module}." if module else ""
@@ -201,8 +199,8 @@ class CompressedTensorsFormat(SaveFormat):
 def _from_json(data: Mapping[str, Any]) -> Saved:
     group = data["group"]
     parts = ("weights", "input_activations")
-    args = {part: None if group[part] is None else construct(Args, group[part]) for part in parts}
-    return construct(Saved, {**data, "group": construct(Group, {**group, **args})})
+    args = {part: None if group[part] is None else jsonable.construct(Args, group[part]) for part in parts}
+    return jsonable.construct(Saved, {**data, "group": jsonable.construct(Group, {**group, **args})})
 
 
 def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tensor]]:
@@ -217,10 +215,8 @@ def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tenso
 
 
 def serve(module: str, tensor: QuantizedTensor) -> tuple[Group, str]:
-    """The group of a quantized matrix, in the first format that vLLM has a scheme for, and the name of the scheme.
-
-    The name of the module tells experts and embeddings from linear layers.
-    """
+    """The group of a quantized matrix, in the first format that vLLM has a scheme for, and the name of the scheme; the
+    name of the module tells experts and embeddings from linear layers."""
     table = EMBEDDING if module.rpartition(".")[2] in _EMBEDDINGS else LINEAR
     if _EXPERT.fullmatch(module):
         table = EXPERTS

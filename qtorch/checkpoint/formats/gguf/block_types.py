@@ -46,11 +46,6 @@ class Parts(NamedTuple):
     zero_point_scale: Tensor | None = None
 
 
-def _fields(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """The bytes of each block cut into fields of these sizes."""
-    return blocks.split(list(sizes), 1)
-
-
 def _halves(field: Tensor) -> Tensor:
     """fp16 numbers (blocks, n) of a field of 2 n bytes."""
     return field.contiguous().view(torch.float16)
@@ -67,99 +62,72 @@ def _signed(codes: Tensor, zero: int) -> Tensor:
     return (codes - zero).view(torch.int8)
 
 
-def _q4_0(blocks: Tensor) -> Parts:
-    d, qs = _fields(blocks, 2, 16)
+def _q4_0(d: Tensor, qs: Tensor) -> Parts:
     return Parts(_signed(_items(qs, 4, 16), 8), _halves(d))
 
 
-def _q4_1(blocks: Tensor) -> Parts:
-    d, m, qs = _fields(blocks, 2, 2, 16)
+def _q4_1(d: Tensor, m: Tensor, qs: Tensor) -> Parts:
     return Parts(_items(qs, 4, 16), _halves(d), _halves(m))
 
 
-def _q5_0(blocks: Tensor) -> Parts:
-    d, qh, qs = _fields(blocks, 2, 4, 16)
+def _q5_0(d: Tensor, qh: Tensor, qs: Tensor) -> Parts:
     return Parts(_signed(_items(qs, 4, 16) | _items(qh, 1, 1) << 4, 16), _halves(d))
 
 
-def _q5_1(blocks: Tensor) -> Parts:
-    d, m, qh, qs = _fields(blocks, 2, 2, 4, 16)
+def _q5_1(d: Tensor, m: Tensor, qh: Tensor, qs: Tensor) -> Parts:
     return Parts(_items(qs, 4, 16) | _items(qh, 1, 1) << 4, _halves(d), _halves(m))
 
 
-def _q8_0(blocks: Tensor) -> Parts:
-    d, qs = _fields(blocks, 2, 32)
-    return Parts(qs.view(torch.int8), _halves(d))
-
-
-def _q2_k(blocks: Tensor) -> Parts:
-    scales, qs, d, dmin = _fields(blocks, K // 16, K // 4, 2, 2)
+def _q2_k(scales: Tensor, qs: Tensor, d: Tensor, dmin: Tensor) -> Parts:
     return Parts(_items(qs, 2, 32), scales & 15, scales >> 4, _halves(d), -_halves(dmin))
 
 
-def _q3_k(blocks: Tensor) -> Parts:
-    high, qs, low_scales, high_scales, d = _fields(blocks, K // 8, K // 4, 8, 4, 2)
+def _q3_k(high: Tensor, qs: Tensor, low_scales: Tensor, high_scales: Tensor, d: Tensor) -> Parts:
     scales = _items(low_scales, 4, 8) | _items(high_scales, 2, 4) << 4
     # The third bit is set where nothing is subtracted.
     codes = _signed(_items(qs, 2, 32) | _items(high, 1, 32) << 2, 4)
     return Parts(codes, _signed(scales, 32), scale_scale=_halves(d))
 
 
-def _scales_and_mins(field: Tensor) -> tuple[Tensor, Tensor]:
+def _with_mins(d: Tensor, dmin: Tensor, field: Tensor, codes: Tensor) -> Parts:
     """8 scales and 8 minima of 6 bits: the first 4 of each in 4 bytes, whose highest 2 bits belong to the others."""
     scale, least, low = field.split(4, 1)
-    return (
-        torch.cat([scale & 63, low & 15 | scale >> 2 & 48], 1),
-        torch.cat([least & 63, low >> 4 | least >> 2 & 48], 1),
-    )
+    scales = torch.cat([scale & 63, low & 15 | scale >> 2 & 48], 1)
+    mins = torch.cat([least & 63, low >> 4 | least >> 2 & 48], 1)
+    return Parts(codes, scales, mins, _halves(d), -_halves(dmin))
 
 
-def _q4_k(blocks: Tensor) -> Parts:
-    d, dmin, field, qs = _fields(blocks, 2, 2, 12, K // 2)
-    scales, mins = _scales_and_mins(field)
-    return Parts(_items(qs, 4, 32), scales, mins, _halves(d), -_halves(dmin))
+def _q4_k(d: Tensor, dmin: Tensor, field: Tensor, qs: Tensor) -> Parts:
+    return _with_mins(d, dmin, field, _items(qs, 4, 32))
 
 
-def _q5_k(blocks: Tensor) -> Parts:
-    d, dmin, field, qh, qs = _fields(blocks, 2, 2, 12, K // 8, K // 2)
-    scales, mins = _scales_and_mins(field)
-    return Parts(_items(qs, 4, 32) | _items(qh, 1, 32) << 4, scales, mins, _halves(d), -_halves(dmin))
+def _q5_k(d: Tensor, dmin: Tensor, field: Tensor, qh: Tensor, qs: Tensor) -> Parts:
+    return _with_mins(d, dmin, field, _items(qs, 4, 32) | _items(qh, 1, 32) << 4)
 
 
-def _q6_k(blocks: Tensor) -> Parts:
-    ql, qh, scales, d = _fields(blocks, K // 2, K // 4, K // 16, 2)
+def _q6_k(ql: Tensor, qh: Tensor, scales: Tensor, d: Tensor) -> Parts:
     codes = _signed(_items(ql, 4, 64) | _items(qh, 2, 32) << 4, 32)
     return Parts(codes, scales.view(torch.int8), scale_scale=_halves(d))
 
 
-def _tq1_0(blocks: Tensor) -> Parts:
+def _tq1_0(first: Tensor, second: Tensor, last: Tensor, d: Tensor) -> Parts:
     """Five digits of base 3 in a byte, as a fraction of 256: the next digit is what a multiplication by 3 carries."""
-    first, second, last, d = _fields(blocks, 32, 16, 4, 2)
-    powers = blocks.new_tensor([1, 3, 9, 27, 81]).reshape(1, 5, 1)
+    powers = first.new_tensor([1, 3, 9, 27, 81]).reshape(1, 5, 1)
     fractions = [(field.unsqueeze(1) * powers[:, :n]).flatten(1) for field, n in ((first, 5), (second, 5), (last, 4))]
     digits = (torch.cat(fractions, 1).to(torch.int16) * 3) >> 8
     return Parts((digits - 1).to(torch.int8), _halves(d))
 
 
-def _tq2_0(blocks: Tensor) -> Parts:
-    qs, d = _fields(blocks, K // 4, 2)
-    scale = _halves(d)
-    return Parts(_items(qs, 2, 32), scale, torch.ones_like(scale, dtype=torch.uint8))
+def _tq2_0(qs: Tensor, d: Tensor) -> Parts:
+    return Parts(_items(qs, 2, 32), _halves(d), torch.ones_like(_halves(d), dtype=torch.uint8))
 
 
-def _iq4_nl(blocks: Tensor) -> Parts:
-    d, qs = _fields(blocks, 2, 16)
-    return Parts(_items(qs, 4, 16), _halves(d))
-
-
-def _iq4_xs(blocks: Tensor) -> Parts:
-    d, high, low, qs = _fields(blocks, 2, 2, K // 64, K // 2)
+def _iq4_xs(d: Tensor, high: Tensor, low: Tensor, qs: Tensor) -> Parts:
     scales = _signed(_items(low, 4, 1) | _items(high, 2, 1) << 4, 32)
     return Parts(_items(qs, 4, 16), scales, scale_scale=_halves(d))
 
 
-def _mxfp4(blocks: Tensor) -> Parts:
-    e, qs = _fields(blocks, 1, 16)
+def _mxfp4(e: Tensor, qs: Tensor) -> Parts:
     if bool((e == 255).any()):
         raise ValueError("it has blocks with the exponent 255, which is NaN in the OCP specification, not in llama.cpp")
     return Parts(_items(qs, 4, 16), e.contiguous().view(torch.float8_e8m0fnu))
@@ -170,28 +138,25 @@ IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89
 
 
 class BlockType(NamedTuple):
-    """A type of GGUF.
-
-    Attributes:
-        name: as in llama.cpp.
-        size, nbytes: elements and bytes of a block.
-        spec: of its tensors; None for plain numbers, which have a `dtype`, and for what cannot be kept.
-        decode: from bytes (blocks, nbytes), uint8.
-    """
+    """A type of GGUF: elements of a block, sizes of the fields of its bytes, the spec of its tensors, and what decodes
+    fields (blocks, size), uint8. Plain numbers have a `dtype` in place of a spec; what cannot be kept has neither."""
 
     name: str
     size: int
-    nbytes: int
+    fields: tuple[int, ...]
     spec: QuantSpec | CodebookSpec | None = None
-    decode: Callable[[Tensor], Parts] | None = None
+    decode: Callable[..., Parts] | None = None
     dtype: torch.dtype | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block."""
+        return sum(self.fields)
 
     def row_bytes(self, shape: Sequence[int]) -> int:
         """Bytes of a row of a tensor of this shape, which must be whole blocks."""
         if shape[-1] % self.size:
-            raise ValueError(
-                f"rows of {self.name} have a multiple of {self.size} elements, got the shape {tuple(shape)}"
-            )
+            raise ValueError(f"rows of {self.name} have a multiple of {self.size} elements, got shape {tuple(shape)}")
         return shape[-1] // self.size * self.nbytes
 
     def tensor_bytes(self, shape: Sequence[int]) -> int:
@@ -214,7 +179,7 @@ class BlockType(NamedTuple):
         scheme = self.scheme(shape)
         assert scheme is not None
         assert self.decode is not None
-        parts = self.decode(data.reshape(-1, self.nbytes))
+        parts = self.decode(*data.reshape(-1, self.nbytes).split(self.fields, 1))
         groups = (*shape[:-1], shape[-1] // self.size * parts.scale.shape[1])
         others = {
             name: part.reshape(-1) if name.endswith("_scale") else part.reshape(groups)
@@ -254,39 +219,39 @@ def _of_table(scale: torch.dtype | None = _HALF, of_scale: str | None = None) ->
 _TERNARY = QuantSpec(qdtype("uint2"), PerGroup(K), MappingType.ASYMMETRIC, scale_dtype=_HALF)
 
 TYPES = {
-    0: BlockType("F32", 1, 4, dtype=torch.float32),
-    1: BlockType("F16", 1, 2, dtype=torch.float16),
-    2: BlockType("Q4_0", 32, 18, _scaled_codes("int4", 32), _q4_0),
-    3: BlockType("Q4_1", 32, 20, _with_offset("uint4", 32), _q4_1),
-    6: BlockType("Q5_0", 32, 22, _scaled_codes("int5", 32), _q5_0),
-    7: BlockType("Q5_1", 32, 24, _with_offset("uint5", 32), _q5_1),
-    8: BlockType("Q8_0", 32, 34, _scaled_codes("int8", 32), _q8_0),
-    9: BlockType("Q8_1", 32, 40),
-    10: BlockType("Q2_K", K, 84, _with_offset("uint2", 16, None, "uint4"), _q2_k),
-    11: BlockType("Q3_K", K, 110, _scaled_codes("int3", 16, None, "int6"), _q3_k),
-    12: BlockType("Q4_K", K, 144, _with_offset("uint4", 32, None, "uint6"), _q4_k),
-    13: BlockType("Q5_K", K, 176, _with_offset("uint5", 32, None, "uint6"), _q5_k),
-    14: BlockType("Q6_K", K, 210, _scaled_codes("int6", 16, None, "int8"), _q6_k),
-    15: BlockType("Q8_K", K, 292),
-    16: BlockType("IQ2_XXS", K, 66),
-    17: BlockType("IQ2_XS", K, 74),
-    18: BlockType("IQ3_XXS", K, 98),
-    19: BlockType("IQ1_S", K, 50),
-    20: BlockType("IQ4_NL", 32, 18, _of_table(), _iq4_nl),
-    21: BlockType("IQ3_S", K, 110),
-    22: BlockType("IQ2_S", K, 82),
-    23: BlockType("IQ4_XS", K, 136, _of_table(None, "int6"), _iq4_xs),
-    24: BlockType("I8", 1, 1, dtype=torch.int8),
-    25: BlockType("I16", 1, 2, dtype=torch.int16),
-    26: BlockType("I32", 1, 4, dtype=torch.int32),
-    27: BlockType("I64", 1, 8, dtype=torch.int64),
-    28: BlockType("F64", 1, 8, dtype=torch.float64),
-    29: BlockType("IQ1_M", K, 56),
-    30: BlockType("BF16", 1, 2, dtype=torch.bfloat16),
-    34: BlockType("TQ1_0", K, 54, _scaled_codes("int2", K), _tq1_0),
-    35: BlockType("TQ2_0", K, 66, _TERNARY, _tq2_0),
-    39: BlockType("MXFP4", 32, 17, _scaled_codes("float4_e2m1", 32, _POWER), _mxfp4),
-    40: BlockType("NVFP4", 64, 36),
-    41: BlockType("Q1_0", 128, 18),
+    0: BlockType("F32", 1, (4,), dtype=torch.float32),
+    1: BlockType("F16", 1, (2,), dtype=torch.float16),
+    2: BlockType("Q4_0", 32, (2, 16), _scaled_codes("int4", 32), _q4_0),
+    3: BlockType("Q4_1", 32, (2, 2, 16), _with_offset("uint4", 32), _q4_1),
+    6: BlockType("Q5_0", 32, (2, 4, 16), _scaled_codes("int5", 32), _q5_0),
+    7: BlockType("Q5_1", 32, (2, 2, 4, 16), _with_offset("uint5", 32), _q5_1),
+    8: BlockType("Q8_0", 32, (2, 32), _scaled_codes("int8", 32), lambda d, qs: Parts(qs.view(torch.int8), _halves(d))),
+    9: BlockType("Q8_1", 32, (40,)),
+    10: BlockType("Q2_K", K, (K // 16, K // 4, 2, 2), _with_offset("uint2", 16, None, "uint4"), _q2_k),
+    11: BlockType("Q3_K", K, (K // 8, K // 4, 8, 4, 2), _scaled_codes("int3", 16, None, "int6"), _q3_k),
+    12: BlockType("Q4_K", K, (2, 2, 12, K // 2), _with_offset("uint4", 32, None, "uint6"), _q4_k),
+    13: BlockType("Q5_K", K, (2, 2, 12, K // 8, K // 2), _with_offset("uint5", 32, None, "uint6"), _q5_k),
+    14: BlockType("Q6_K", K, (K // 2, K // 4, K // 16, 2), _scaled_codes("int6", 16, None, "int8"), _q6_k),
+    15: BlockType("Q8_K", K, (292,)),
+    16: BlockType("IQ2_XXS", K, (66,)),
+    17: BlockType("IQ2_XS", K, (74,)),
+    18: BlockType("IQ3_XXS", K, (98,)),
+    19: BlockType("IQ1_S", K, (50,)),
+    20: BlockType("IQ4_NL", 32, (2, 16), _of_table(), lambda d, qs: Parts(_items(qs, 4, 16), _halves(d))),
+    21: BlockType("IQ3_S", K, (110,)),
+    22: BlockType("IQ2_S", K, (82,)),
+    23: BlockType("IQ4_XS", K, (2, 2, K // 64, K // 2), _of_table(None, "int6"), _iq4_xs),
+    24: BlockType("I8", 1, (1,), dtype=torch.int8),
+    25: BlockType("I16", 1, (2,), dtype=torch.int16),
+    26: BlockType("I32", 1, (4,), dtype=torch.int32),
+    27: BlockType("I64", 1, (8,), dtype=torch.int64),
+    28: BlockType("F64", 1, (8,), dtype=torch.float64),
+    29: BlockType("IQ1_M", K, (56,)),
+    30: BlockType("BF16", 1, (2,), dtype=torch.bfloat16),
+    34: BlockType("TQ1_0", K, (32, 16, 4, 2), _scaled_codes("int2", K), _tq1_0),
+    35: BlockType("TQ2_0", K, (K // 4, 2), _TERNARY, _tq2_0),
+    39: BlockType("MXFP4", 32, (1, 16), _scaled_codes("float4_e2m1", 32, _POWER), _mxfp4),
+    40: BlockType("NVFP4", 64, (36,)),
+    41: BlockType("Q1_0", 128, (18,)),
 }
 """Every type of ggml, by its number."""

@@ -62,13 +62,8 @@ class Info(NamedTuple):
 
 
 class GgufFile:
-    """An open GGUF file with a parsed header. Whether the data of a tensor is in the file is checked when it is read.
-
-    Attributes:
-        metadata: numbers, strings and short arrays of numbers, by key.
-        tensors: by name.
-        size: of the file in bytes.
-    """
+    """An open GGUF file of `size` bytes with a parsed header: tensors, and numbers, strings and short arrays of numbers
+    as metadata. Whether the data of a tensor is in the file is checked when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,11 +72,10 @@ class GgufFile:
             self.size = os.fstat(self._file.fileno()).st_size
             header = _Header(self._file, self.size)
             self.metadata, self.tensors = header.parse()
-        except (ValueError, OverflowError) as error:
+        except BaseException as error:
             self.close()
-            raise ValueError(f"{path}: truncated, or not a GGUF file ({error})") from error
-        except BaseException:
-            self.close()
+            if isinstance(error, ValueError | OverflowError):
+                raise ValueError(f"{path}: truncated, or not a GGUF file ({error})") from error
             raise
 
     def close(self) -> None:
@@ -92,13 +86,11 @@ class GgufFile:
         """`nbytes` bytes from `start` on of the data of a tensor, uint8."""
         offset = self.tensors[name].offset + start
         if offset + nbytes > self.size:
-            raise ValueError(
-                f"{self.path}: truncated: the data of {name} ends at {offset + nbytes}, the file at {self.size}"
-            )
+            raise ValueError(f"truncated: its data ends at {offset + nbytes}, the file at {self.size}")
         tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._file.seek(offset)
         if self._file.readinto(data_of(tensor)) != nbytes:
-            raise ValueError(f"{self.path}: truncated: it ends before the data of {name} does")
+            raise ValueError("truncated: it ends before the data does")
         return tensor
 
 
