@@ -70,8 +70,8 @@ class CodeValues(NamedTuple):
             return found
         for mantissa in range(max(0, kind.bits - 6), kind.bits - 1):  # exponents of at most 5 bits, as fp16 has
             bias = 1 - mantissa - round(math.log2(positive[1]))
-            numbers = [_number(code, mantissa, bias) for code in range(min(finite, 31 << mantissa))]
-            if positive[:finite].tolist() == numbers:
+            computed = [_number(code, mantissa, bias) for code in range(min(finite, 31 << mantissa))]
+            if positive[:finite].tolist() == computed:
                 return found._replace(exponent=kind.bits - 1 - mantissa, mantissa=mantissa, bias=bias, special=finite)
         return found
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from ...primitives.codebooks import CodebookSpec
 from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque, recording
-from ..linear.lut_weight_only import CodebookWeight, lut_weight_mm
+from ..linear.lut_weight_only import lut_weight_mm
 from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
@@ -330,7 +330,7 @@ def _supports_table(problem: Problem) -> str | None:
     supports=_supports_table,
     name="cpu_lut_mm",
 )
-def _lut_linear(x: Tensor, quantized: CodebookWeight, bias: Tensor | None) -> Tensor:
+def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits
     added, bias = weight.split_bias(bias, x, n)
@@ -375,4 +375,5 @@ def _with_quantized_scales(
     scales = QuantizedScales.of(quantized)
     assert scales is not None
     tensors = quantized.qdata, quantized.scheme.shape[0], quantized.scale, zeros, table
-    return cpu_double_quantized_mm(x, *tensors, *form, *scales, bias)
+    arguments: tuple[Any, ...] = (*tensors, *form, *scales, bias)
+    return cpu_double_quantized_mm(x, *arguments)

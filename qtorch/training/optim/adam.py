@@ -169,10 +169,11 @@ class LowBitAdam(torch.optim.Optimizer):
         number = int(state["step"].item())
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         rounds = group["bf16_stochastic_round"] and local.dtype == torch.bfloat16
-        decays = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
-        corrections = lr / (1 - beta1**number), (1 - beta2**number) ** -0.5
-        noise = (key_of(number, index), first_element(parameter)) if rounds else (None, 0)
-        step = AdamStep(form_of(parameter, group), beta1, beta2, group["eps"], *decays, *corrections, *noise)
+        shrink, l2 = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
+        step_size, correction = lr / (1 - beta1**number), (1 - beta2**number) ** -0.5
+        key, first = (key_of(number, index), first_element(parameter)) if rounds else (None, 0)
+        form, eps = form_of(parameter, group), group["eps"]
+        step = AdamStep(form, beta1, beta2, eps, shrink, l2, step_size, correction, key, first)
         blocks = flat_blocks(parameter.shape, local, group["block_size"])
         moments = [as_moment(state[name]) for name in names]
         if is_sharded(grad):

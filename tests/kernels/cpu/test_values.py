@@ -47,16 +47,21 @@ SHAPES = [(37, 192), (6, 1024), (5, 160)]
 """(N, K): whole vectors of a packed run in the second alone; the last is no multiple of 64."""
 
 
+def of_blocks(name: str, n: int, k: int) -> Tensor:
+    """A weight (n, k) of random blocks without infinite numbers."""
+    kind, count = BLOCKS[name], n * k // BLOCKS[name].size
+    data = torch.randint(256, (2 * count, kind.nbytes), dtype=torch.uint8)
+    numbers = kind.tensor(data.reshape(-1), (2 * count, kind.size)).dequantize()
+    return kind.tensor(data[(numbers.abs() < 1e6).all(1)][:count].reshape(-1), (n, k))
+
+
 def weights(name: str) -> list[Tensor]:
     if name in TABLES or name in DOUBLE:
         spec = (TABLES | DOUBLE)[name]
         size = getattr(spec.granularity, "group_size", 1)
         return [quantized_type(spec).from_float(torch.randn(n, k), spec) for n, k in SHAPES if k % size == 0]
     if name in BLOCKS:
-        kind, shape = BLOCKS[name], (40, 1024)
-        data = torch.randint(256, (40 * 1024 // kind.size, kind.nbytes), dtype=torch.uint8)
-        weight = kind.tensor(data.reshape(-1), shape)
-        return [weight[weight.dequantize().isfinite().all(1).nonzero()[0].item() :][:1]]
+        return [of_blocks(name, 40, 1024)]
     layouts = [PlainLayout(), PackedLayout()] if can_pack_bits(qdtype(name)) else [PlainLayout()]
     specs = [
         QuantSpec(name, granularity, zero_point_domain=ZeroPointDomain.NONE) for granularity in (PerRow(), PerGroup(32))
@@ -138,11 +143,10 @@ def test_codes_that_are_no_numbers() -> None:
 def test_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a slice have their own tables and scales."""
     monkeypatch.setattr(weight_only, "SLICE_BYTES", 1)
-    spec = (TABLES | DOUBLE).get(name)
-    if spec is None:
-        data = torch.randint(120, (2048, BLOCKS[name].nbytes), dtype=torch.uint8)
-        weight = BLOCKS[name].tensor(data.reshape(-1), (512, 1024))
+    if name in BLOCKS:
+        weight = of_blocks(name, 512, 1024)
     else:
+        spec = (TABLES | DOUBLE)[name]
         weight = quantized_type(spec).from_float(torch.randn(512, 256), spec)
     x, exact = torch.randn(3, weight.shape[1]), weight.dequantize()
     with variants.force("float"), record_kernels() as ran:
