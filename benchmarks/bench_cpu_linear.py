@@ -51,6 +51,12 @@ RECIPES: dict[str, tuple[WeightRecipe, Precision]] = {
         qtorch.int8_dynamic_activation_int4_weight(group_size=128),
         Precision(4, 128, 8),
     ),
+    "nf4_weight_only()": (qtorch.nf4_weight_only(), Precision(4, 64, FLOATING)),
+    "lut_weight_only(3)": (qtorch.lut_weight_only(3), Precision(3, ROW, FLOATING)),
+    "mxfp4_weight_only()": (qtorch.mxfp4_weight_only(), Precision(4, 32, FLOATING)),
+    "nvfp4_weight_only()": (qtorch.nvfp4_weight_only(), Precision(4, 16, FLOATING)),
+    "fpx_weight_only(3, 2)": (qtorch.fpx_weight_only(3, 2), Precision(6, ROW, FLOATING)),
+    "float8_weight_only()": (qtorch.float8_weight_only(), Precision(8, ROW, FLOATING)),
 }
 
 NO_COMPILER = ", no compiler"

@@ -1,10 +1,6 @@
 """Every inference recipe that is registered, called; a new one is in the tests over all of them by itself."""
 
 import dataclasses
-from collections.abc import Collection, Iterable
-from typing import Any
-
-import pytest
 
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 
@@ -47,13 +43,5 @@ NAMES = sorted(
 )
 FAMILIES = ("int8_weight_only", "int4_weight_only", "int8_dynamic_activation_int8_weight", "nf4_weight_only")
 """Of which a test over all recipes that takes long has one each in its fast part."""
-
-
-def slow_but(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """Parameters of a test, of which all but a few are slow."""
-    values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    fast = [case if isinstance(case, tuple) else (case,) for case in quick]
-    return [pytest.param(*value, marks=[] if value in fast else pytest.mark.slow) for value in values]
-
 
 WEIGHT_ONLY = [name for name in NAMES if make(name).linear_spec().activation is None]

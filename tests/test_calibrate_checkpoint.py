@@ -19,7 +19,7 @@ from qtorch.checkpoint import folder_source
 from qtorch.checkpoint.streaming.assignment import parameters_on_meta
 from qtorch.dtypes import QuantizedTensor
 from tests.calibration.test_resume import INT3, Model, assert_same, batches, bits, made
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 from tests.float_checkpoints import save_shards
 
 INT4 = qtorch.int4_weight_only(group_size=32)

@@ -13,7 +13,7 @@ from qtorch import save_quantized as save
 from qtorch.dtypes import ConvWeight, QuantizedTensor
 from qtorch.training import lora_qat, qat
 from tests.checkpoint_model import INT8, Model, contents, edit_header, error, meta, quantized
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 from tests.quantize_model import interrupted
 
 

@@ -19,7 +19,8 @@ from qtorch.kernels import FallbackError, record_kernels, registry
 from qtorch.kernels.linear import reference
 from qtorch.primitives import MSERule, from_json, to_json
 from qtorch.recipes.base import WeightRecipe
-from tests.every_recipe import FAMILIES, NAMES, WEIGHT_ONLY, has_group_size, make, slow_but
+from tests.every_recipe import FAMILIES, NAMES, WEIGHT_ONLY, has_group_size, make
+from tests.fast_part import slow_but
 from tests.quantize_model import same, state_of
 
 FLOAT, SYMMETRIC, ASYMMETRIC = qtorch.ZeroPointDomain.FLOAT, qtorch.MappingType.SYMMETRIC, qtorch.MappingType.ASYMMETRIC

@@ -26,7 +26,7 @@ from tests.calibration.transform_models import (
     randomize,
     tokens,
 )
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 
 KV = KV_HEADS * 8
 

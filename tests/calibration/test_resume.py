@@ -16,7 +16,7 @@ from qtorch import quantize_
 from qtorch.calibration import Nearest, auto, calibrated, gptq
 from qtorch.calibration.engine import progress as progress_of
 from qtorch.dtypes import QuantizedTensor
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 
 INT3 = qtorch.intx_weight_only("int3", group_size=16)
 

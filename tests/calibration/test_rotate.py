@@ -16,7 +16,7 @@ from qtorch.calibration.transforms.rotate import hadamard, random_orthogonal
 from qtorch.calibration.transforms.work import Work
 from qtorch.model.report import TransformReport
 from tests.calibration.transform_models import PreNorm, of_transformers, tokens
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 
 
 def apply(model: nn.Module, batch: Any, transform: Transform) -> tuple[list[TransformReport], float]:

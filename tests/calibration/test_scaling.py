@@ -16,7 +16,7 @@ from qtorch.calibration.data import Data
 from qtorch.calibration.transforms.scaling import collect_inputs
 from qtorch.calibration.transforms.work import difference, outputs
 from tests.calibration.transform_models import PreNorm, of_transformers, tokens
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 
 W8A8 = qtorch.int8_dynamic_activation_int8_weight()
 INT3 = qtorch.intx_weight_only("int3", group_size=16)

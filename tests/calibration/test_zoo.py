@@ -15,7 +15,7 @@ from qtorch import quantize_
 from qtorch.calibration import auto, gptq
 from qtorch.model.targets import find_targets
 from tests.calibration.test_resume import assert_same, bits
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 from tests.zoo import architectures
 
 INT4 = qtorch.intx_weight_only("int4", group_size=16)

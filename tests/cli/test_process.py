@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 from tests.float_checkpoints import decoder
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from qtorch.cli import main
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 
 from .pages import PAGES, README, ROOT, blocks, name
 

@@ -14,7 +14,7 @@ from torch import nn
 import qtorch
 from qtorch import quantize_
 from qtorch.primitives import compute_error
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 
 from .models import Convnet, Llama, Mlp, made
 

@@ -13,7 +13,7 @@ import qtorch
 from qtorch import MappingType, quantize_
 from qtorch.integrations.export import portable
 from qtorch.primitives import compute_error
-from tests import every_recipe
+from tests import every_recipe, fast_part
 
 from .models import Convnet, Llama, Mlp, made
 
@@ -38,7 +38,7 @@ def operators(program: torch.export.ExportedProgram) -> list[str]:
 
 
 @pytest.mark.parametrize("activations", ["integer", pytest.param("qdq", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", every_recipe.slow_but(every_recipe.FAMILIES, every_recipe.NAMES))
+@pytest.mark.parametrize("name", fast_part.slow_but(every_recipe.FAMILIES, every_recipe.NAMES))
 def test_every_recipe(name: str, activations: str) -> None:
     model = made(Mlp)
     quantize_(model, every_recipe.make(name, group_size=32))

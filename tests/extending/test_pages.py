@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.every_recipe import slow_but
 from tests.extending.pages import FOLDER, run_file, run_tests_with
+from tests.fast_part import slow_but
 
 ON_CUDA = "my_float5_linear" if torch.cuda.is_available() else "my_float5_linear_on_cuda"
 

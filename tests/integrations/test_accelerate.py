@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import qtorch
 from qtorch.dtypes import AffineQuantizedTensor, ConvWeight, LUTQuantizedTensor, QuantizedTensor
 from qtorch.integrations import accelerate as ours
-from tests.every_recipe import FAMILIES, NAMES, make, slow_but
+from tests.every_recipe import FAMILIES, NAMES, make
+from tests.fast_part import slow_but
 from tests.quantize_model import assert_same
 from tests.test_all_or_nothing import TRAINING
 

@@ -15,7 +15,7 @@ from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PerBlock, Pe
 from qtorch.kernels import features
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 
 FLOAT, TILED = ZeroPointDomain.FLOAT, qtorch.TensorCoreTiledLayout()
 ROWWISE, ASYMMETRIC_ROWS = ["cuda_quantize_rowwise"], ["cuda_quantize_asymmetric"]
@@ -60,7 +60,7 @@ def on_cuda(weight: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(features.cuda_lacks("triton") is not None, reason="needs triton")
-@pytest.mark.parametrize("dynamic", slow_but((True,), (False, True)))
+@pytest.mark.parametrize("dynamic", matrix_but((True,), (False, True)))
 @pytest.mark.parametrize("recipe", [recipe for recipe, (_, before) in RECIPES.items() if before is not None], ids=str)
 def test_linear_is_one_graph_with_the_kernels_for_cuda(recipe, dynamic):
     """As a compiler sees it; tensors are fake, so that no GPU is needed."""

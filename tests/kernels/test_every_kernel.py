@@ -18,7 +18,7 @@ from qtorch.kernels.cpu.compiled_library import missing as missing_library
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import REFERENCE, Kernel, Problem, kernels
 from qtorch.primitives import PerGroup, PerRow, QuantSpec, compute_error
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.every_scheme import in_every_layout, schemes, weights_of_every_scheme
 from tests.rounding import assert_same_product
 
@@ -29,7 +29,7 @@ LEAST = {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}
 KERNELS = [k for k in kernels("linear") if k.priority != REFERENCE and k.device in (None, "cpu")]
 
 
-@pytest.mark.parametrize("dtype", slow_but((torch.float32, torch.bfloat16), LEAST))
+@pytest.mark.parametrize("dtype", matrix_but((torch.float32, torch.bfloat16), LEAST))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_against_the_reference(kernel: Kernel, dtype: torch.dtype) -> None:
     x, bias = torch.randn(3, 7, 192).to(dtype), torch.randn(64).to(dtype)
@@ -115,7 +115,7 @@ def test_codes_of_every_width_with_int8_activations(sign: str, bits: int) -> Non
                 assert torch.equal(kernel(x, weight, None), wanted), (name, kernel.name)
 
 
-@pytest.mark.parametrize("k", slow_but((140_032,), (140_032, 270_336)))
+@pytest.mark.parametrize("k", matrix_but((140_032,), (140_032, 270_336)))
 def test_sums_beyond_int32(k: int) -> None:
     """Of the widest codes, of either sign; those of 2:4 sparse weights are half as long."""
     signs = torch.tensor([[1.0], [-1.0]]).repeat(4, k)

@@ -9,7 +9,7 @@ from torch import Tensor
 from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain, compute_error
 from qtorch.dtypes.serialize import pack_to_int32, unpack_from_int32
 from qtorch.primitives import CodebookSpec, HQQRule, MappingType, MSERule, PerAxis, learned_step_fake_quantize, qdtype
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 
 SPECS = [
     QuantSpec("int8", PerTensor()),
@@ -37,8 +37,8 @@ def round_trip(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
     return scale, codes.float(), spec.dequantize(codes, scale, zero_point, x.dtype)
 
 
-@pytest.mark.parametrize("spec", slow_but(SPECS[:6:5], SPECS), ids=str)
-@pytest.mark.parametrize("dtype", slow_but((torch.float32,), (torch.float32, torch.bfloat16)), ids=str)
+@pytest.mark.parametrize("spec", matrix_but(SPECS[:6:5], SPECS), ids=str)
+@pytest.mark.parametrize("dtype", matrix_but((torch.float32,), (torch.float32, torch.bfloat16)), ids=str)
 def test_traces_without_a_break(dtype: torch.dtype, spec: QuantSpec) -> None:
     x = data(8, 48).to(dtype)
     got, wanted = compiled(round_trip, "aot_eager")(x, spec), round_trip(x, spec)

@@ -10,7 +10,7 @@ from torch import Tensor
 from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain, compute_error
 from qtorch.primitives import Granularity, HQQRule, MappingType, MinMaxRule, MSERule, PerAxis, Rounding, scale_rules
 from qtorch.primitives.granularity import BlockView
-from tests.fast_part import MATRIX, slow_but
+from tests.fast_part import MATRIX, matrix_but
 
 INT, FLOAT, NONE = ZeroPointDomain.INT, ZeroPointDomain.FLOAT, ZeroPointDomain.NONE
 ASYMMETRIC, SYMMETRIC = MappingType.ASYMMETRIC, MappingType.SYMMETRIC
@@ -59,7 +59,7 @@ def losses(x: Tensor, spec: QuantSpec, rule: HQQRule) -> tuple[Tensor, Tensor]:
 
 @every_kind
 @pytest.mark.parametrize("p", [0.7, 2.0])
-@pytest.mark.parametrize("bits", slow_but((3,), (1, 2, 3, 4, 8)))
+@pytest.mark.parametrize("bits", matrix_but((3,), (1, 2, 3, 4, 8)))
 def test_no_block_is_worse_than_min_max(bits: int, p: float, mapping: MappingType, domain: ZeroPointDomain) -> None:
     for sign in ("int", "uint"):
         spec = spec_of(f"{sign}{bits}", mapping, domain)
@@ -144,7 +144,9 @@ def test_stochastic_rounding_does_not_make_the_range_random() -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", slow_but((torch.bfloat16,), (torch.float32, torch.bfloat16, torch.float16)), ids=str)
+@pytest.mark.parametrize(
+    "dtype", matrix_but((torch.bfloat16,), (torch.float32, torch.bfloat16, torch.float16)), ids=str
+)
 def test_constant_blocks(dtype: torch.dtype, mapping: MappingType, domain: ZeroPointDomain) -> None:
     spec, values = replace(spec_of("int4", mapping, domain), scale_rule=HQQRule()), (0.0, 0.3, -7.0, 1e-3)
     x = torch.tensor(values, dtype=dtype).reshape(4, 1).expand(4, 64)

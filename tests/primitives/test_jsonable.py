@@ -17,7 +17,7 @@ from qtorch.primitives.files import parse_json
 from qtorch.primitives.jsonable import MAX_DEPTH, jsonable
 from qtorch.primitives.spec import LinearSpec, Scheme
 from tests.attack.damage import mutate, text_of
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.refusals import refuses
 
 CONSTANTS = [*MappingType, *ZeroPointDomain, *Rounding, torch.float32, torch.int4, torch.float8_e4m3fn, qdtype("int4")]
@@ -86,7 +86,7 @@ def test_any_data_is_read_or_refused(data: object) -> None:
         json.dumps(to_json(from_json(data)))
 
 
-@pytest.mark.parametrize("seed", slow_but((0, 1), range(20)))
+@pytest.mark.parametrize("seed", matrix_but((0, 1), range(20)))
 def test_damaged_data_is_read_or_refused(seed: int) -> None:
     """What is read has a hash, a name and a JSON form."""
     scale_spec = QuantSpec("int8", PerGroup(4), quant_min=-127)

@@ -21,7 +21,8 @@ from qtorch.cli import main
 from qtorch.cli.recipes import read_recipe
 from qtorch.dtypes.joining import join, shares_scales
 from qtorch.integrations.transformers import QtorchConfig
-from tests.every_recipe import NAMES, make, slow_but
+from tests.every_recipe import NAMES, make
+from tests.fast_part import slow_but
 from tests.integrations.transformers.tiny_models import assert_same, quantized_names
 from tests.zoo.architectures import ARCHITECTURES, built, output_of
 

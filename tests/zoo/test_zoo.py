@@ -12,7 +12,7 @@ from qtorch import QuantizeReport, find_uses, int8_weight_only, load_quantized, 
 from qtorch.dtypes import QuantizedTensor
 from qtorch.model.targets import find_targets
 from qtorch.model.uses import Uses
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 from tests.zoo.architectures import ARCHITECTURES, built, output_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -15,7 +15,7 @@ from qtorch.calibration import auto, gptq, importance_weighted
 from qtorch.calibration.texts import token_batches
 from qtorch.integrations.transformers import QtorchConfig
 from tests.cli.tiny import save_llama
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 from tests.integrations.transformers.tiny_models import (
     CASES,
     EXPERTS,

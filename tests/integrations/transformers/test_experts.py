@@ -20,7 +20,7 @@ import qtorch
 from qtorch.integrations.transformers import QtorchConfig
 from qtorch.integrations.transformers.versions import takes_experts_implementation
 from qtorch.kernels import record_kernels
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I8, build
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 

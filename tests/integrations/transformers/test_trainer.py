@@ -12,7 +12,7 @@ pytest.importorskip("accelerate")
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only, quantize_, training
-from tests.every_recipe import slow_but
+from tests.fast_part import slow_but
 from tests.integrations.transformers.tiny_models import I8, assert_same, build
 
 INT4 = int8_dynamic_activation_int4_weight(group_size=32)

@@ -16,7 +16,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.conv import Window, from_matrix, image_conv, multiply_windows, prepare_conv, to_matrix
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 ASYMMETRIC = MappingType.ASYMMETRIC
@@ -213,7 +213,7 @@ def test_gradients() -> None:
 
 
 @NEEDS_LIBRARY
-@pytest.mark.parametrize("static", slow_but((True,), (True, False)))
+@pytest.mark.parametrize("static", matrix_but((True,), (True, False)))
 def test_compiled_in_one_graph(static: bool) -> None:
     convs = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
     first, last = (with_static(c, "asymmetric") if static else with_dynamic(c, DYNAMIC["symmetric"]) for c in convs)

@@ -11,7 +11,7 @@ from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout,
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import QuantSpec, ZeroPointDomain
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.kernels.cpu.test_linear import SPECS, STAND_FOR_THE_OTHERS, weights
 from tests.kernels.quantized_weights import ASYMMETRIC
@@ -25,7 +25,7 @@ def table(spec: QuantSpec, shape: tuple[int, int] = (30, 64), layout: object = P
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", slow_but(STAND_FOR_THE_OTHERS, SPECS))
+@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_bits_of_the_dequantized_table(build, name, dtype):
     for weight in weights(SPECS[name], dtype):
         ids = torch.randint(0, weight.shape[0], (41,))

@@ -19,7 +19,7 @@ from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
 from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error
 from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.qdtype import qdtype
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, weight_of
 from tests.rounding import EXTRA, gamma
 
@@ -106,7 +106,7 @@ def tolerance(variant: str, dtype: torch.dtype, terms: int) -> float:
 
 
 @pytest.mark.parametrize("variant", FLOAT_VARIANTS)
-@pytest.mark.parametrize("name", slow_but(STAND_FOR_THE_OTHERS, SPECS))
+@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_against_exact_arithmetic(build, name, variant):
     with variants.force(variant):
         for weight, (rows, dtype) in itertools.product(weights(SPECS[name]), INPUTS):
@@ -132,7 +132,7 @@ def cases(name, activation):
 
 @pytest.mark.parametrize("variant", CODE_VARIANTS)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS)[:4])
-@pytest.mark.parametrize("name", slow_but(("int8 row", "uint8 group", "int4 group", "int3 row"), OF_CODES))
+@pytest.mark.parametrize("name", matrix_but(("int8 row", "uint8 group", "int4 group", "int3 row"), OF_CODES))
 def test_the_bits_of_the_reference(build, name, activation, variant):
     for weight, x, wanted in cases(name, activation):
         with variants.force(variant), record_kernels() as ran:
@@ -195,7 +195,7 @@ def test_bias(variant, activation):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", slow_but(STAND_FOR_THE_OTHERS, list(SPECS)[::2]))
+@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, list(SPECS)[::2]))
 def test_dequantized_slices(build, name, dtype, monkeypatch):
     """The numbers are those of `dequantize`, whatever the size of a slice."""
     for weight in weights(SPECS[name]):

@@ -20,7 +20,7 @@ from qtorch.kernels.cpu.weight_only import cpu_double_quantized_mm
 from qtorch.primitives import NF4_TABLE, qdtype
 from qtorch.primitives.layouts.packed import can_pack_bits
 from qtorch.recipes.mx import nvfp4_spec
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.rounding import assert_same_product
 
@@ -93,7 +93,7 @@ FAST = (FLOATS[0], "float4_e2m1", "NF4", "tables of 5 bits", "NF4, twice quantiz
 
 
 @pytest.mark.parametrize("variant", ["dot", "fixed", "tile", "float"])
-@pytest.mark.parametrize("name", slow_but(FAST, KERNELS))
+@pytest.mark.parametrize("name", matrix_but(FAST, KERNELS))
 def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
     kernel = KERNELS[name]
     with variants.force(variant):

@@ -6,12 +6,12 @@ import torch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.triton.adam import adam
 from qtorch.kernels.ops.adam import LARGEST_SCALE, adam_step, check_step
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, check_equals_the_reference, gradient, step, zeros
 
 
 @pytest.mark.parametrize("form", ALL_FORMS)
-@pytest.mark.parametrize("blocks", slow_but(BLOCKS[::3], BLOCKS), ids=str)
+@pytest.mark.parametrize("blocks", matrix_but(BLOCKS[::3], BLOCKS), ids=str)
 @pytest.mark.parametrize(
     "dtype, count, key, l2",
     [(torch.float32, 2, None, 0.0), (torch.bfloat16, 3, 3_000_000_077, 0.0), (torch.float16, 2, None, 0.01)],

@@ -9,7 +9,7 @@ from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear.block_sparse import block_sparse_int8_scaled_mm, block_sparse_weight_only_mm
 from qtorch.kernels.registry import Problem, kernels
 from qtorch.primitives import compute_error, prune_blocks
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.quantized_weights import ASYMMETRIC_TOKEN, TOKEN
 
 ACTIVATIONS = {"symmetric": TOKEN, "asymmetric": ASYMMETRIC_TOKEN, "none": None}
@@ -18,7 +18,7 @@ KERNELS = {kernel.name: kernel for kernel in kernels("linear") if kernel.name.st
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("spec", slow_but(WEIGHTS[1:3], WEIGHTS), ids=str)
+@pytest.mark.parametrize("spec", matrix_but(WEIGHTS[1:3], WEIGHTS), ids=str)
 def test_against_torch(spec, activation, device):
     layout = BlockSparseLayout(64, 0.6)
     linear = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)

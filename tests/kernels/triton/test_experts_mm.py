@@ -12,13 +12,13 @@ from qtorch.kernels.cuda.weight_only import weight_arguments
 from qtorch.kernels.ops.quantize import quantize_input
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain, compute_error
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, INDICES, LEAST, TOKEN, of_experts, weight_of
 from tests.refusals import refusals
 
 CONFIG = LaunchConfig(16, 32, 32)
 
-every_index = pytest.mark.parametrize("name", slow_but(("some", "sorted"), INDICES))
+every_index = pytest.mark.parametrize("name", matrix_but(("some", "sorted"), INDICES))
 
 
 @every_index
@@ -54,7 +54,7 @@ def test_int8_activations_are_exact(spec, activation, name, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", slow_but((3, 8), (2, 3, 5, 8)))
+@pytest.mark.parametrize("bits", matrix_but((3, 8), (2, 3, 5, 8)))
 def test_dtypes_widths_and_strides(bits, dtype, device):
     """K is odd for packed codes, x is a slice, and tiles hold more rows than any expert has."""
     spec = QuantSpec(f"uint{bits}", PerRow(), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)

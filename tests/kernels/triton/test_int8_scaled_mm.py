@@ -7,7 +7,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton import int8_scaled_mm as module
 from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm, transposed_copy
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.refusals import refusals
 
 SHAPES = [(1, 1, 1), (3, 5, 7), (17, 33, 129), (64, 96, 40), (1, 256, 48)]
@@ -39,7 +39,7 @@ def test_largest_sums(device):
         assert (int8_scaled_mm(a, a.t(), None, None, torch.int32) == 4096 * 128 * 128).all()
 
 
-@pytest.mark.parametrize("dtype", slow_but((torch.float16,), (torch.float32, torch.bfloat16, torch.float16)))
+@pytest.mark.parametrize("dtype", matrix_but((torch.float16,), (torch.float32, torch.bfloat16, torch.float16)))
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("has_zero", [False, True])
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]], ids=["pointers", "tma"])

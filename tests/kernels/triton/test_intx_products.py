@@ -13,7 +13,7 @@ from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
 from qtorch.kernels.cuda.weight_only import weight_arguments
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.quantize import quantize_input
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN, weight_of
 from tests.refusals import refusals
 
@@ -63,7 +63,7 @@ def check(x, weight, variant, bias=None):
 
 
 @every_variant
-@pytest.mark.parametrize("name", slow_but(("int3", "uint8"), WIDTHS))
+@pytest.mark.parametrize("name", matrix_but(("int3", "uint8"), WIDTHS))
 def test_every_width(name, variant, device):
     """A tile in one group, and groups that tiles do not divide."""
     x = torch.randn(1 if VARIANTS[variant].activation is None else 3, 256, device=device)
@@ -72,7 +72,7 @@ def test_every_width(name, variant, device):
 
 
 @every_variant
-@pytest.mark.parametrize("dtype", slow_but((torch.float16,), LEAST))
+@pytest.mark.parametrize("dtype", matrix_but((torch.float16,), LEAST))
 def test_dtypes_and_domains(dtype, variant, device):
     rows = 1 if variant == "mv" else 5 if VARIANTS[variant].activation is None else 19
     x, bias = torch.randn(rows, 256, device=device).to(dtype), torch.randn(20, device=device).to(dtype)
@@ -91,7 +91,7 @@ def test_dtypes_and_domains(dtype, variant, device):
 
 
 @every_variant
-@pytest.mark.parametrize("size", slow_but(((3, 5, 5), (33, 136, 17)), SIZES), ids=str)
+@pytest.mark.parametrize("size", matrix_but(((3, 5, 5), (33, 136, 17)), SIZES), ids=str)
 def test_odd_sizes(size, variant, device):
     """Groups of fewer than 32 codes, that straddle segments, and of more than are unrolled."""
     n, k, group = size
@@ -100,7 +100,7 @@ def test_odd_sizes(size, variant, device):
         check(x, weight(QuantSpec(name, PerGroup(group), ASYMMETRIC), n, k, variant, device), variant, bias)
 
 
-@pytest.mark.parametrize("variant", slow_but(("mm", "int8 asymmetric"), VARIANTS))
+@pytest.mark.parametrize("variant", matrix_but(("mm", "int8 asymmetric"), VARIANTS))
 def test_strides(variant, device):
     """Rows of a larger matrix, columns of one, and a weight cut from another."""
     whole = weight(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), 40, 128, variant, device)

@@ -8,13 +8,13 @@ import torch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.shared_ops import triton_kv_attention
 from qtorch.kernels.ops.kv_attention import attend_portably
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels import attention_cases
 from tests.kernels.attention_cases import FORMS, assert_close, problem
 
 SHAPES = [(1, 2, 4, 1, 320, 0, 64, 64), (2, 1, 2, 3, 96, 5, 20, 13), (1, 1, 2, 1, 0, 7, 16, 16)]
 every_form = pytest.mark.parametrize(
-    "form", slow_but(FORMS[::3], FORMS), ids=[f"{form.dtype}-{form.block}" for form in FORMS]
+    "form", matrix_but(FORMS[::3], FORMS), ids=[f"{form.dtype}-{form.block}" for form in FORMS]
 )
 
 

@@ -10,7 +10,7 @@ from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Problem, kernels
 from qtorch.primitives import ZeroPointDomain, compute_error
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
 
@@ -36,7 +36,7 @@ EXTRA_SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("dtype", slow_but((torch.float16,), LEAST))
+@pytest.mark.parametrize("dtype", matrix_but((torch.float16,), LEAST))
 @pytest.mark.parametrize("name", KERNELS)
 def test_against_the_reference(name, dtype, device):
     kernel, taken = KERNELS[name], 0

@@ -13,7 +13,7 @@ from qtorch.kernels.cuda.triton.quantize import (
     quantize_tilewise,
 )
 from qtorch.primitives import ZeroPointDomain
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 CODES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -73,7 +73,7 @@ def check_asymmetric(x):
 
 @EVERY_QUANTIZER
 @pytest.mark.parametrize("codes_dtype", CODES, ids=str)
-@pytest.mark.parametrize("shape", slow_but(((5, 33),), ((1, 1), (5, 33), (70, 200), (3, 1100))), ids=str)
+@pytest.mark.parametrize("shape", matrix_but(((5, 33),), ((1, 1), (5, 33), (70, 200), (3, 1100))), ids=str)
 def test_rows(shape, codes_dtype, name, device):
     for dtype in FLOATS:
         x = sample(shape, dtype, device)
@@ -122,7 +122,9 @@ def test_what_is_no_number_does_not_vanish(device, value):
         assert scale.isfinite().flatten().tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("shape", slow_but(((5, 33), (0, 8)), ((1, 1), (5, 33), (70, 200), (3, 4100), (0, 8))), ids=str)
+@pytest.mark.parametrize(
+    "shape", matrix_but(((5, 33), (0, 8)), ((1, 1), (5, 33), (70, 200), (3, 4100), (0, 8))), ids=str
+)
 def test_asymmetric_rows(shape, device):
     for dtype in FLOATS:
         for shift in (0.0, 3.0, -1e4):

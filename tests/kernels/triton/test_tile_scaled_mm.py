@@ -9,7 +9,7 @@ from qtorch.kernels.cuda.triton.quantize import quantize_tilewise
 from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
 from qtorch.kernels.ops.block_mm import tile_scaled_mm as reference
 from qtorch.primitives import compute_error
-from tests.fast_part import slow_but
+from tests.fast_part import matrix_but
 from tests.refusals import refusals
 
 TILES = [((32, 32), (32, 32)), ((1, 64), (64, 64)), ((8, 16), (4, 16)), ((1, 12), (1, 12)), ((1, 192), (64, 192))]
@@ -28,8 +28,8 @@ def on_cpu(arguments, dtype):
     return reference(*(t.cpu() for t in arguments), dtype)
 
 
-@pytest.mark.parametrize("tiles", slow_but(TILES[:3], TILES), ids=str)
-@pytest.mark.parametrize("config", slow_but(CONFIGS[:1], CONFIGS), ids=str)
+@pytest.mark.parametrize("tiles", matrix_but(TILES[:3], TILES), ids=str)
+@pytest.mark.parametrize("config", matrix_but(CONFIGS[:1], CONFIGS), ids=str)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_against_torch(dtype, config, tiles, device):
     x, w, arguments = operands(dtype, tiles, device)
