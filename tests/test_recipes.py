@@ -170,7 +170,7 @@ def test_use_hqq(recipe: Any) -> None:
     weight, plain = torch.randn(96, 256), dataclasses.replace(recipe, use_hqq=False)
     with_rule, without = (qtorch.compute_error(weight, each.apply(weight).dequantize()) for each in (recipe, plain))
     assert without + 0.2 < with_rule < without + 4
-    with pytest.raises(ValueError, match=f"{recipe.name}: use_hqq=True is scale_rule=HQQRule.., got scale_rule=MSER"):
+    with pytest.raises(ValueError, match=f"{recipe.name}: use_hqq=True is scale_rule=HQQRule.., got MSER"):
         dataclasses.replace(recipe, scale_rule=MSERule())
 
 

@@ -12,6 +12,7 @@ from qtorch.calibration import allocate
 from qtorch.calibration.allocation import items as timing
 from qtorch.calibration.allocation.allocate import Budget
 from qtorch.calibration.allocation.items import find_items, nbytes_under
+from qtorch.dtypes import AffineQuantizedTensor
 from qtorch.primitives import HQQRule, MSERule
 from tests.every_recipe import NAMES, make
 
@@ -122,9 +123,9 @@ def test_medians_take_turns() -> None:
 
 def test_a_budget_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With times that are known: as many weights as the time allows stay in floating point."""
-    rows_of = lambda functions: functions[0]()  # noqa: E731
-    monkeypatch.setattr(timing, "_product", lambda x, weight, candidate: lambda: [1000 * len(x), 3000 * len(x)])
-    monkeypatch.setattr(timing, "interleaved_medians", rows_of)
+    product = lambda x, weight: len(x) * (1000 if isinstance(weight, AffineQuantizedTensor) else 3000)  # noqa: E731
+    monkeypatch.setattr(timing, "product", product)
+    monkeypatch.setattr(timing, "interleaved_medians", list)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     allocation = allocate(model, [int8_weight_only(), None], "8 us a token")
     assert [recipe is None for recipe in allocation.values()].count(True) == 2

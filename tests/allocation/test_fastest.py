@@ -34,12 +34,13 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """int4 takes least for `b`, int8 for `a`, whatever the machine; what was measured."""
     measured: list[tuple[int, ...]] = []
 
-    def product(x: Tensor, weight: Tensor, candidate: object) -> int:
+    def product(x: Tensor, weight: Tensor) -> int:
         measured.append((*x.shape, len(weight)))
-        order = [INT8, INT4, None] if weight.shape[1] == 32 else [INT4, INT8, None]
-        return 100 * (1 + order.index(candidate)) * len(x)
+        kind = weight.scheme.weight.dtype.name if isinstance(weight, AffineQuantizedTensor) else None
+        order = ["int8", "uint4", None] if weight.shape[1] == 32 else ["uint4", "int8", None]
+        return 100 * (1 + order.index(kind)) * len(x)
 
-    monkeypatch.setattr(items, "_product", product)
+    monkeypatch.setattr(items, "product", product)
     monkeypatch.setattr(items, "interleaved_medians", list)
     return measured
 

@@ -50,7 +50,7 @@ def test_run(program: list[str], tmp_path: Path) -> None:
         program, "quantize", tmp_path / "float.safetensors", tmp_path / "q.safetensors", "--recipe", "int8_weight_only"
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("quantized 5 of ")
+    assert done.stdout.startswith("quantized 6 of ")
     assert (tmp_path / "q.safetensors").is_file()
     done = run(program, "inspect", tmp_path / "none")
     assert (done.returncode, done.stdout) == (1, "")

@@ -2,6 +2,7 @@
 recipes of training with a gradient and without, and when they serve."""
 
 import copy
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import qtorch
 from qtorch import compute_error, int4_weight_only, int8_dynamic_activation_int8_weight, quantize_
+from qtorch.primitives import fake_quant
 from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import convert, lsq, pact, qat, scheduled_qat
 from qtorch.training.quantization_aware import fake_quantize
@@ -36,15 +38,15 @@ def prepared(kind: str, recipe: Recipe) -> tuple[nn.Sequential, torch.Tensor]:
     return model, torch.randn(shape, requires_grad=True)
 
 
-def count_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the calls of a function of `fake_quantize`, as they come."""
-    calls, function = [], getattr(fake_quantize, name)
+def count_calls(name: str, monkeypatch: pytest.MonkeyPatch, module: ModuleType = fake_quantize) -> list[str]:
+    """The names of the calls of a function of a module, as they come."""
+    calls, function = [], getattr(module, name)
 
     def counted(*args, **kwargs):
         calls.append(name)
         return function(*args, **kwargs)
 
-    monkeypatch.setattr(fake_quantize, name, counted)
+    monkeypatch.setattr(module, name, counted)
     return calls
 
 
@@ -83,7 +85,7 @@ def test_same_functions(make, kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("make", [qat, scheduled_qat], ids=["qat", "schedule"])
 def test_only_codes_are_made_without_a_gradient(make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = prepared("linear", make(RECIPES[0]))
-    calls = count_calls("straight_through", monkeypatch)
+    calls = count_calls("straight_through", monkeypatch, fake_quant)
     with torch.no_grad():
         model(x)
     assert not calls

@@ -283,7 +283,7 @@ def _split(data: Data | None, refine: int, held_out: Iterable[Any] | None) -> tu
         return Data(batches, data.forward, data.mask), None
     if held_out is None:
         if len(batches) < 2:
-            raise ValueError("allocate: refine needs batches that scores are not from; give held_out=, or more data")
+            raise ValueError("allocate: refine needs batches that scores are not from; give held_out=, or data of two")
         held_out = list(batches[HELD_OUT - 1 :: HELD_OUT] or batches[-1:])
         batches = [batch for batch in batches if not any(batch is other for other in held_out)]
     return Data(batches, data.forward, data.mask), Data(list(held_out), data.forward, data.mask)

@@ -29,7 +29,7 @@ def test_load_save_load_save_load(tmp_path: Path, name: str) -> None:
     assert quantized_names(model)
 
     model.save_pretrained(tmp_path / "one", max_shard_size=10_000)
-    assert len(list((tmp_path / "one").glob("*.safetensors"))) > 2
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) > 1
     once, info = case.kind.from_pretrained(tmp_path / "one", output_loading_info=True)
     assert not any(info.values()), info
     assert_same(once, model)
