@@ -162,11 +162,11 @@ def test_no_kernel_is_left_out() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for _, weight in weights_of_every_scheme(dtype):
             taken |= {k.name for k in KERNELS if k.rejects(Problem("linear", weight.scheme, dtype, "cpu")) is None}
-    # Kernels of other tensor types have tests of their own.
+    # Kernels of other tensor types, and of transposes, have tests of their own.
     missing = {k.name for k in KERNELS} - taken
     if missing_library() is not None:
         missing -= {k.name for k in KERNELS if k.name.startswith("cpu_")}
-    assert missing <= {"lut_weight_mm", "cpu_lut_mm"}
+    assert missing <= {"lut_weight_mm", "cpu_lut_mm", "cpu_transposed_mm", "cpu_transposed_lut_mm"}
 
 
 EMBEDDINGS = [k for k in kernels("embedding") if k.priority != REFERENCE and k.device in (None, "cpu")]

@@ -107,6 +107,18 @@ def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
                 assert_same_product(y, functional.linear(x, exact, bias), x, exact, bias)
 
 
+@pytest.mark.parametrize("name", matrix_but(FAST, KERNELS))
+def test_gradients_against_exact_arithmetic(build: str, name: str) -> None:
+    for weight in weights(name):
+        exact, (n, k) = weight.dequantize(), weight.shape
+        x, grad = torch.randn(3, k, requires_grad=True), torch.randn(3, n)
+        y = functional.linear(x, weight)
+        with record_kernels() as ran:
+            y.backward(grad)
+        assert ran[-1] == f"cpu_transposed_mm.{build}"
+        assert_same_product(x.grad, grad @ exact, grad, exact.t())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1", "NF4", "tables of 4 bits"])
 @NEEDS_LIBRARY
