@@ -7,6 +7,7 @@ Here are `quantize_`, the recipes for inference, files and reports. What looks a
 trains in `qtorch.training`.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,38 +15,45 @@ from .cli import answer_without_torch
 
 answer_without_torch()
 
-from . import integrations, primitives, recipes  # noqa: F401 (public modules)
-from .dtypes import (
-    AffineQuantizedTensor,
-    BlockSparseLayout,
-    LUTQuantizedTensor,
-    PackedLayout,
-    PlainLayout,
-    SemiSparseLayout,
-    TensorCoreTiledLayout,
-)
-from .kernels import tune_cpu
-from .kernels.config import config
-from .model.explain import explain
-from .model.module_repr import get_model_size_in_bytes
-from .model.report import QuantizeReport
-from .model.weight_kinds import register_weight_kind
-from .primitives import (
-    CodebookSpec,
-    LinearSpec,
-    MappingType,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-    QuantSpec,
-    ZeroPointDomain,
-    compute_error,
-)
-from .quantize_api import dequantize_, quantize_
-from .recipes import *  # noqa: F403
+# Many objects are made here, and each full collection would look through all of torch: 0.25 of 0.4 s.
+_collects = gc.isenabled()
+gc.disable()
+try:
+    from . import integrations, primitives, recipes  # noqa: F401 (public modules)
+    from .dtypes import (
+        AffineQuantizedTensor,
+        BlockSparseLayout,
+        LUTQuantizedTensor,
+        PackedLayout,
+        PlainLayout,
+        SemiSparseLayout,
+        TensorCoreTiledLayout,
+    )
+    from .kernels import tune_cpu
+    from .kernels.config import config
+    from .model.explain import explain
+    from .model.module_repr import get_model_size_in_bytes
+    from .model.report import QuantizeReport
+    from .model.weight_kinds import register_weight_kind
+    from .primitives import (
+        CodebookSpec,
+        LinearSpec,
+        MappingType,
+        PerAxis,
+        PerBlock,
+        PerGroup,
+        PerRow,
+        PerTensor,
+        PerToken,
+        QuantSpec,
+        ZeroPointDomain,
+        compute_error,
+    )
+    from .quantize_api import dequantize_, quantize_
+    from .recipes import *  # noqa: F403
+finally:
+    if _collects:
+        gc.enable()
 
 if TYPE_CHECKING:
     from . import calibration, kv_cache, training  # noqa: F401
