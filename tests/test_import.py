@@ -39,9 +39,8 @@ def test_is_silent_and_starts_nothing() -> None:
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_the_garbage_collector_is_as_before(collects: bool) -> None:
-    run(
-        f"import gc\n{'gc.enable()' if collects else 'gc.disable()'}\nimport qtorch\nassert gc.isenabled() is {collects}"
-    )
+    before = "" if collects else "gc.disable()"
+    run(f"import gc\n{before}\nimport qtorch\nassert gc.isenabled() is {collects}")
 
 
 def test_names_that_are_imported_later_are_there() -> None:
