@@ -40,7 +40,7 @@ REASONS = {
         "would have to quantize and pack them anew, part by part. Such a checkpoint loads into any number of shards.",
     ),
     "in training": Reason(
-        r"in training (that )?is not converted yet",
+        r"in training (that )?is not converted yet|is in training: quantize_\(model, convert",
         "Files are of weights that serve: `quantize_(model, convert())`, or `torch.save`.",
     ),
     "no floats": Reason(r"files are of floats; torch.save it", "Files are of floats; `torch.save` it."),
