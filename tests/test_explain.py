@@ -140,6 +140,8 @@ qtorch:
 linear on a cpu float32 input with weight int8 PerBlock(sizes=(2, 11)) symmetric, dynamic activation int8 PerToken() symmetric, layout PlainLayout() runs the reference implementation, correct but slow:
 cpu_int8_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
 cpu_lut_mm takes a CodebookSpec, the weight has a QuantSpec;
+cpu_transposed_lut_mm takes a CodebookSpec, the weight has a QuantSpec;
+cpu_transposed_mm is weight-only, the scheme quantizes activations;
 cpu_weight_only_mm is weight-only, the scheme quantizes activations;
 int8_block_mm takes activations in blocks along the contracted axis, the scheme has PerToken();
 int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(2, 11));
