@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...primitives.double_quant import group_size, only_multiplies
+from ...primitives import PerGroup, QuantSpec, ZeroPointDomain
+from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, group_size, only_multiplies
 from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
 from ...primitives.qparams import Numerics
@@ -104,22 +105,27 @@ class QuantizedScales(NamedTuple):
     @classmethod
     def of(cls, weight: Any) -> QuantizedScales | None:
         """Those of a quantized weight, None if its scales are numbers."""
-        scale = weight.scale_scale
-        if scale is None:
+        if weight.scale_scale is None:
             return None
-        form = _form_of_scales(weight.scheme.weight.scale_spec, weight.scale.numel())
-        return cls(*form, scale, weight.scale_mean, getattr(weight, "zero_point_scale", None))
+        return cls(*_form_of_scales(weight.scheme.weight.scale_spec, weight.scale.numel()), *tensors_of_scales(weight))
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
-        return tuple(tensor for tensor in self[3:] if tensor is not None)
+    def form(self) -> tuple[str, int, bool]:
+        """What is no tensor."""
+        return self[:3]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The last three."""
+        return self[3:]
 
     def check(self, codes: Tensor) -> None:
         """Raise `ValueError` if the compiled kernels would read other memory than that of scales of these codes."""
         count = -(-codes.numel() // self.group) if self.group > 0 else -1
         for tensor in self.tensors:
-            if tensor.numel() != (1 if tensor is self.mean else count) or not (tensor.is_cpu and is_backed(tensor)):
+            if tensor is not None and (
+                tensor.numel() != (1 if tensor is self.mean else count) or not (tensor.is_cpu and is_backed(tensor))
+            ):
                 raise ValueError(
                     f"{codes.numel()} scales in groups of {self.group} have {count} scales on the CPU, got "
                     f"{tuple(tensor.shape)} on {tensor.device}"
@@ -136,14 +142,14 @@ class QuantizedScales(NamedTuple):
 
     def numbers(self, codes: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The scales and zero points that codes stand for, in fp32."""
-        values, scale, *zero = self.read()
-        group = torch.arange(codes.numel(), device="cpu") // self.group
-        dense = values[codes.view(torch.uint8).reshape(-1).long()] * scale[group]
-        dense = dense if self.mean is None else dense + self.mean
-        dense = dense.clamp(min=torch.finfo(torch.float32).tiny) if self.is_positive else dense
-        if zero and zero_point is not None:
-            zero_point = (zero_point.reshape(-1) * zero[0][group]).reshape(codes.shape)
-        return dense.reshape(codes.shape), zero_point
+        has_mean = self.is_positive and not qdtype(self.dtype).is_floating_point
+        domain = ZeroPointDomain.INT if has_mean else ZeroPointDomain.NONE
+        spec = QuantSpec(qdtype(self.dtype), PerGroup(self.group), zero_point_domain=domain)
+        named = {"scale": codes, "scale_scale": self.scale, "scale_mean": self.mean}
+        named |= {"zero_point": zero_point, "zero_point_scale": self.zero_scale}
+        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+        zeros = zero_point if self.zero_scale is None else dequantize_zero_point(tensors, spec)
+        return dequantize_scale(tensors, spec), zeros
 
     def fields(self, tensors: list[Tensor]) -> dict[str, Any]:
         """Of a `structs.Weight`, given what `read` gave."""
@@ -154,6 +160,11 @@ class QuantizedScales(NamedTuple):
             "scale_mean": -0.0 if self.mean is None else float(self.mean),  # x + -0 is x, also where x is -0
             "scale_is_positive": self.is_positive,
         }  # fmt: skip
+
+
+def tensors_of_scales(weight: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tensors of `QuantizedScales` of a quantized weight."""
+    return weight.scale_scale, weight.scale_mean, getattr(weight, "zero_point_scale", None)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -37,9 +37,9 @@ class CompiledConv(CompiledWeight):
     sums: Tensor
     scale: Tensor
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, **more: Any) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`; the last of `about` are the shape of the weight (N, C / groups, *kernel) and groups."""
-        super().__init__(codes, scale, zero_point, *about, **more)
+        super().__init__(codes, scale, zero_point, *about)
         n, shape, groups = about[0], about[-2], about[-1]
         self.calls: dict[Activation | None, ConvCalls] = {}
         if scale.shape[1] != 1 or zero_point is not None:

@@ -89,9 +89,9 @@ class ChannelwiseConv(weight.CompiledWeight):
     model that it is kept, and torch's convolution called. `values` (N, 1, *kernel) are None if the compiled kernels do
     not read the codes."""
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, **more: Any) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`; the last of `about` are the shape of the weight and the dtype of x."""
-        super().__init__(codes, scale, zero_point, *about, **more)
+        super().__init__(codes, scale, zero_point, *about)
         n, k, shape, self._dtype = *about[:2], *about[-2:]
         self.values = self._last = None
         if self.compiled is not None:

@@ -46,9 +46,9 @@ class CompiledExperts(CompiledWeight):
     name: ClassVar[str]
     call: ClassVar[type]
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, **more: Any) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
         """See `of`; the last of `about` are E, the dtype of y, the name of x in `variants`, and numerics."""
-        super().__init__(codes, scale, zero_point, *about, **more)
+        super().__init__(codes, scale, zero_point, *about)
         n, k, *_, self._count, self.dtype, kind, self.numerics = about
         self._n, self._row = n // self._count, k
         if self.compiled is None:

@@ -19,7 +19,7 @@ from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, needs_matrix, to_rows
 from . import weight
-from .code_values import FLOATS, TABLE
+from .code_values import FLOATS
 from .compiled_library import missing
 from .memory import empty
 from .weight import CompiledWeight, register_compiled
@@ -81,10 +81,6 @@ def _supports(problem: Problem) -> str | None:
     note="gradients of the input",
     name="cpu_transposed_mm",
 )
-def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
-    return _multiply(x, quantized, quantized.dense_zero_point(), None, weight.form(quantized.scheme), bias)
-
-
 @register_compiled(
     "linear",
     spec=CodebookSpec,
@@ -95,14 +91,9 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     note="gradients of the input",
     name="cpu_transposed_lut_mm",
 )
-def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
-    form = scheme.layout.packed_axis is not None, f"uint{scheme.weight.dtype.bits}", 0.0, 0.0, TABLE
-    return _multiply(x, quantized, None, quantized.table, form, bias)
-
-
-def _multiply(
-    x: Tensor, quantized: Any, zeros: Tensor | None, table: Tensor | None, form: tuple[Any, ...], bias: Tensor | None
-) -> Tensor:
-    codes, k = quantized.qdata, quantized.scheme.shape[0]
-    return from_rows(cpu_transposed_mm(to_rows(x), codes, k, quantized.dense_scale(), zeros, table, *form), x, bias)
+    has_table = isinstance(scheme.weight, CodebookSpec)
+    others = (None, quantized.table) if has_table else (quantized.dense_zero_point(), None)
+    factors = quantized.dense_scale(), *others, *weight.form(scheme)
+    return from_rows(cpu_transposed_mm(to_rows(x), quantized.qdata, scheme.shape[0], *factors), x, bias)

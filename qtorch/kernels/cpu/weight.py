@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ...primitives import CodebookSpec
 from ...primitives.affine import ZeroPointDomain
 from ...primitives.layouts.base import is_backed
 from ...primitives.layouts.packed import packed_length
@@ -74,10 +75,10 @@ class CompiledWeight:
         self._codes = weakref.ref(codes, lambda _: made.pop(key, None))
         self._scale = weakref.ref(scale)
         self._zero_point = None if zero_point is None else weakref.ref(zero_point)
-        self._scales, self._grouped = scales, matrices[1].shape[1] > 1
-        tensors = (codes, scale) if zero_point is None else (codes, scale, zero_point)
-        if scales is not None:
-            tensors = (*tensors, *scales.tensors)
+        self._grouped = matrices[1].shape[1] > 1
+        self._form_of_scales = None if scales is None else scales.form
+        self._of_scales: tuple[Tensor | None, ...] = () if scales is None else scales.tensors
+        tensors = _there(codes, scale, zero_point, *self._of_scales)
         # Tensors of inference mode do not count writes.
         self._inference = any(t.is_inference() for t in tensors)
         if self._inference:
@@ -90,8 +91,8 @@ class CompiledWeight:
         if self.fields is not None and self.code_values is not None:
             self.fields = self.fields._replace(shift=0.0, **self.code_values.fields())
         if self.fields is not None and scales is not None:
-            self._of_scales = scales.read()
-            self.fields = self.fields._replace(**scales.fields(self._of_scales))
+            self._numbers_of_scales = scales.read()  # whose memory the struct names
+            self.fields = self.fields._replace(**scales.fields(self._numbers_of_scales))
         self.compiled = library() if self.fields else None
 
     def key(self, kind: str | torch.dtype) -> str:
@@ -113,7 +114,7 @@ class CompiledWeight:
         scale: Tensor,
         zero_point: Tensor | None,
         *about: Any,
-        **more: QuantizedScales | None,
+        scales: QuantizedScales | None = None,
     ) -> W:
         """The weight with these tensors, made at the first call.
 
@@ -122,10 +123,17 @@ class CompiledWeight:
             scale: (N, G) or (1, 1).  zero_point: like scale, or None; or a table, see `CodeValues.of_table`.
             about: N, K, the name of a `QDType`, whether codes are packed, the name of a `ZeroPointDomain`, or `TABLE`,
                 the code of a FLOAT zero point, (low + high + 1) / 2; and what a subclass adds.
-            more: `scales`, if `scale` and `zero_point` are codes of scales.
+            scales: if `scale` and `zero_point` are codes of scales.
         """
         found = cls._made.get(id(codes))
-        if found is None or found.about != about or not found.is_of(codes, scale, zero_point, **more):
+        form, tensors = (None, ()) if scales is None else (scales.form, scales.tensors)
+        if (
+            found is None
+            or found.about != about
+            or found._form_of_scales != form
+            or not found.is_of(codes, scale, zero_point, *tensors)
+        ):
+            more = {} if scales is None else {"scales": scales}
             found = cls._made[id(codes)] = cls(codes, scale, zero_point, *about, **more)
         return found
 
@@ -134,11 +142,9 @@ class CompiledWeight:
         """The one that `of` made last of these codes."""
         return cls._made.get(id(codes))
 
-    def is_of(
-        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, scales: QuantizedScales | None = None
-    ) -> bool:
-        """Whether it was made from these tensors, they have neither moved nor been written to since, and the choice of
-        kernels has not changed."""
+    def is_of(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *of_scales: Tensor | None) -> bool:
+        """Whether it was made from these tensors, with those of `QuantizedScales`, they have neither moved nor been
+        written to since, and the choice of kernels has not changed."""
         # Written out: this runs on each call.
         if not (
             codes is self._codes()
@@ -149,12 +155,10 @@ class CompiledWeight:
             and self._generation == generation.number
         ):
             return False
-        if scales is not None or self._scales is not None:
-            if scales is None or self._scales is None or scales[:3] != self._scales[:3]:
+        if of_scales or self._of_scales:
+            if len(of_scales) != len(self._of_scales) or not all(map(operator.is_, of_scales, self._of_scales)):
                 return False
-            if not all(map(operator.is_, scales[3:], self._scales[3:])):
-                return False
-            tensors = (*((codes, scale) if zero_point is None else (codes, scale, zero_point)), *scales.tensors)
+            tensors = _there(codes, scale, zero_point, *of_scales)
             state = _inference_state(*tensors) if self._inference else _counted_state(*tensors)
         elif self._inference:
             state = _inference_state(*((codes, scale) if zero_point is None else (codes, scale, zero_point)))
@@ -164,6 +168,10 @@ class CompiledWeight:
             zeros = zero_point.data_ptr()
             state = (codes.data_ptr(), codes._version, scale.data_ptr(), scale._version, zeros, zero_point._version)
         return self._state == state
+
+
+def _there(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def _counted_state(*tensors: Tensor) -> tuple[int, ...]:
@@ -239,7 +247,10 @@ def part(whole: Weight, start: int, stop: int) -> Weight:
 @functools.lru_cache(maxsize=1024)
 def form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
     """Arguments of operators about a weight besides its tensors: packed, dtype, low, high and domain."""
-    return scheme.layout.packed_axis is not None, *code_arguments(scheme.weight)
+    packed, of_weight = scheme.layout.packed_axis is not None, scheme.weight
+    if isinstance(of_weight, CodebookSpec):
+        return packed, f"uint{of_weight.dtype.bits}", 0.0, 0.0, TABLE
+    return packed, *code_arguments(of_weight)
 
 
 def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:

@@ -29,7 +29,7 @@ from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import variants, weight
-from .code_values import FLOATS, TABLE, QuantizedScales
+from .code_values import FLOATS, TABLE, QuantizedScales, tensors_of_scales
 from .compiled_library import TYPES, Library, threads
 from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
@@ -147,7 +147,7 @@ class _WeightOnlyLinear(CompiledLinear):
     def tensors_of(self, weight: Any) -> tuple[Any, ...]:
         """Arguments of `is_of`; a look-up table is in the place of zero points."""
         third = weight.zero_point if self.about[4] != TABLE else weight.table
-        return weight.qdata, weight.scale, third, None if self._scales is None else QuantizedScales.of(weight)
+        return weight.qdata, weight.scale, third, *(tensors_of_scales(weight) if self._of_scales else ())
 
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
@@ -208,8 +208,7 @@ def multiply(
     compiled, variant = layer.compiled, layer.variant(m)
     if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
-        sources = (*tensors, *(() if scales is None else scales.tensors))
-        copy = float_copy(sources, x.dtype, made.rows, n * k * x.element_size())
+        copy = float_copy((*tensors, *layer._of_scales), x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note(f"{name}.float_copy")
             return _add(functional.linear(x, copy), bias)
@@ -283,7 +282,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     n, form = quantized.scheme.shape[0], weight.form(quantized.scheme)
     added, bias = weight.split_bias(bias, x, n)
     if quantized.scale_scale is not None and not torch.compiler.is_compiling():
-        y = _with_quantized_scales(to_rows(x), quantized, quantized.zero_point, None, form, added)
+        y = _with_quantized_scales(to_rows(x), quantized, quantized.zero_point, None, added)
     else:
         scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
         y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, scale, zero_point, *form, added)
@@ -335,8 +334,7 @@ def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits
     added, bias = weight.split_bias(bias, x, n)
     if quantized.scale_scale is not None and not torch.compiler.is_compiling():
-        form = packed, f"uint{bits}", 0.0, 0.0, TABLE
-        y = _with_quantized_scales(to_rows(x), quantized, None, quantized.table, form, added)
+        y = _with_quantized_scales(to_rows(x), quantized, None, quantized.table, added)
     else:
         y = cpu_lut_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.table, bits, packed, added)
     if not torch.compiler.is_compiling():
@@ -370,10 +368,10 @@ def cpu_double_quantized_mm(
 
 
 def _with_quantized_scales(
-    x: Tensor, quantized: Any, zeros: Tensor | None, table: Tensor | None, form: tuple[Any, ...], bias: Tensor | None
+    x: Tensor, quantized: Any, zeros: Tensor | None, table: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     scales = QuantizedScales.of(quantized)
     assert scales is not None
     tensors = quantized.qdata, quantized.scheme.shape[0], quantized.scale, zeros, table
-    arguments: tuple[Any, ...] = (*tensors, *form, *scales, bias)
+    arguments: tuple[Any, ...] = (*tensors, *weight.form(quantized.scheme), *scales, bias)
     return cpu_double_quantized_mm(x, *arguments)

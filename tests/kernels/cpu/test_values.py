@@ -15,7 +15,7 @@ from qtorch.dtypes.codebook_tensor import nf4_spec
 from qtorch.dtypes.experts import grouped_linear
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, variants, weight_only
-from qtorch.kernels.cpu.code_values import FLOATS, CodeValues
+from qtorch.kernels.cpu.code_values import FLOATS, CodeValues, QuantizedScales
 from qtorch.kernels.cpu.weight_only import cpu_double_quantized_mm
 from qtorch.primitives import NF4_TABLE, qdtype
 from qtorch.primitives.layouts.packed import can_pack_bits
@@ -179,6 +179,15 @@ def test_scales_of_scales_that_change(name: str) -> None:
         weight.scale_mean.mul_(2)
     torch.testing.assert_close(functional.linear(x, weight), 2 * before)
     assert torch.equal(functional.linear(x, weight), functional.linear(x, weight.clone()))
+
+
+@pytest.mark.parametrize("name", [*DOUBLE, *BLOCKS])
+def test_numbers_of_quantized_scales(name: str) -> None:
+    """Where no compiled kernel takes the weight, scales are those of the tensor, bit for bit."""
+    for weight in weights(name):
+        scale, zero_point = QuantizedScales.of(weight).numbers(weight.scale, getattr(weight, "zero_point", None))
+        assert torch.equal(scale, weight.dense_scale())
+        assert zero_point is None or torch.equal(zero_point, weight.dense_zero_point())
 
 
 @NEEDS_LIBRARY

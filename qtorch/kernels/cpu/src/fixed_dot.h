@@ -5,9 +5,8 @@
 //     y[m, n] = sum_g s[n, g] * (sum_{k in g} code[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
 // Eight products of codes below 32 with all of x have less than 31 bits. Codes of floats of 4 bits stand for such integers,
-// times a unit. What codes are shifted by, their center, is taken
-// off such sums, where it is exact; as a part of the offsets it would cost nothing, and ten times the error for inputs of one
-// sign.
+// times a unit. What codes are shifted by, their center, is taken off such sums, where it is exact; as a part of the offsets
+// it would cost nothing, and ten times the error for inputs of one sign.
 #pragma once
 
 #include "float_dot.h"

@@ -29,27 +29,11 @@ using StepSums = Ints;
 INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) { return dot4(sums, codes, x); }
 INLINE StepSums begin_step(Ints total) { return total; }
 INLINE Ints end_step(Ints, StepSums sums) { return sums; }
-#elif defined(__AVX512BW__)
-using StepSums = __m512i;
-INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) {
-    return _mm512_add_epi16(sums, _mm512_maddubs_epi16((__m512i)codes, (__m512i)x));
-}
-INLINE StepSums begin_step(Ints) { return StepSums{}; }
-INLINE Ints end_step(Ints total, StepSums sums) { return total + (Ints)_mm512_madd_epi16(sums, _mm512_set1_epi16(1)); }
-#elif defined(__AVX2__)
-using StepSums = __m256i;
-INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) {
-    return _mm256_add_epi16(sums, _mm256_maddubs_epi16((__m256i)codes, (__m256i)x));
-}
-INLINE StepSums begin_step(Ints) { return StepSums{}; }
-INLINE Ints end_step(Ints total, StepSums sums) { return total + (Ints)_mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 #elif defined(__SSSE3__)
-using StepSums = __m128i;
-INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) {
-    return _mm_add_epi16(sums, _mm_maddubs_epi16((__m128i)codes, (__m128i)x));
-}
+using StepSums = Shorts;
+INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) { return sums + (Shorts)multiply_bytes(codes, x); }
 INLINE StepSums begin_step(Ints) { return StepSums{}; }
-INLINE Ints end_step(Ints total, StepSums sums) { return total + (Ints)_mm_madd_epi16(sums, _mm_set1_epi16(1)); }
+INLINE Ints end_step(Ints total, StepSums sums) { return total + multiply_pairs((Ints)sums, (Ints)(Shorts{} + (uint16_t)1)); }
 #else
 using StepSums = Ints;
 INLINE StepSums add_products(StepSums sums, Ints codes, Ints x) {

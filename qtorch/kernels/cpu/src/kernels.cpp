@@ -48,8 +48,7 @@ static int64_t row_kind(const Weight& w, const float* row, int64_t type, bool fe
     if (few && slices && slices < 4) return BY_FIXED_DOT;
     // Of the others, only matrix tiles take other zero points than integers, and no sums that are too long.
     bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32), fits = !real_zero && w.fits_int32();
-    bool by_steps = w.group == w.k || w.group % AMX_STEP == 0;
-    return !slices || w.values || !by_steps || !(fits || has_tile_groups(w)) ? IN_FLOATS : slices < 2 ? 2 : slices;
+    return !slices || w.values || !has_whole_groups(w) || !(fits || has_tile_groups(w)) ? IN_FLOATS : slices < 2 ? 2 : slices;
 }
 
 static void multiply_in_floats(const Weight& w, const Input& x, const Output& y, int64_t variant, int64_t threads) {
@@ -112,10 +111,9 @@ static void multiply_floats(const Weight& w, const Input& all, const Output& out
     int64_t rows = all.rows;
     if (!w.n) return;
     int64_t variant = wanted == CHANNELS || !w.k ? TILE : wanted;
-    bool by_steps = w.group == w.k || w.group % AMX_STEP == 0;
     // What fixed_dot.h does not multiply has to be integers, in groups of whole steps.
-    if (variant == FIXED && !fits_fixed_dot(w, rows) && (w.values || !by_steps)) variant = rows <= DOT_MAX_ROWS ? DOT : TILE;
-    if (variant == AMX && (w.values || !by_steps)) variant = TILE;
+    if (variant == FIXED && !fits_fixed_dot(w, rows) && (w.values || !has_whole_groups(w))) variant = rows <= DOT_MAX_ROWS ? DOT : TILE;
+    if (variant == AMX && (w.values || !has_whole_groups(w))) variant = TILE;
     // What is behind the end of a row may stand for an infinity.
     if (variant == DOT && ((w.group != w.k && w.group % LANES) || (w.values && w.k % LANES))) variant = TILE;
 #if defined(__AMX_BF16__)

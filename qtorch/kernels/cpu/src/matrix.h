@@ -12,6 +12,7 @@ constexpr int64_t MAX_CHUNK = 512;
 
 // Groups of a multiple of this size are whole vectors on every machine, and whole matrix tiles.
 constexpr int64_t AMX_STEP = 32;
+inline bool has_whole_groups(const Weight& w) { return w.group == w.k || w.group % AMX_STEP == 0; }
 
 struct Input {
     const void* data;

@@ -122,7 +122,7 @@ bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) 
     check_bias(bias, type, form.n);
     Tensor codes = arguments.tensor(CODES, "codes"), scale = arguments.tensor(WS, "ws"), zero = arguments.tensor(WZ, "wz");
     if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
-    if (call.weight.group != form.k && call.weight.group % AMX_STEP)
+    if (!has_whole_groups(call.weight))
         refuse("takes groups of a multiple of " + std::to_string(AMX_STEP) + ", the weight has " + std::to_string(call.weight.group));
     call.quantizer = read_quantizer(arguments.list(QUANTIZER), x.type == INT8, (bool)xs);
     std::vector<float> scales;

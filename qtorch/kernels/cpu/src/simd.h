@@ -258,23 +258,15 @@ INLINE int32_t sum(Ints a) {
 #endif
 }
 
-#if defined(__AVX2__)
+#if defined(__SSSE3__)
 // In 16 bits, the sums of two products each of unsigned bytes with signed ones, which have to fit.
 INLINE Ints multiply_bytes(Ints unsigned_bytes, Ints signed_bytes) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_maddubs_epi16((__m512i)unsigned_bytes, (__m512i)signed_bytes);
-#else
+#elif defined(__AVX2__)
     return (Ints)_mm256_maddubs_epi16((__m256i)unsigned_bytes, (__m256i)signed_bytes);
-#endif
-}
-
-// The bytes that codes below 16 stand for.
-INLINE Bytes look_up(const uint8_t (&bytes)[16], Bytes codes) {
-    __m128i table = _mm_loadu_si128((const __m128i*)bytes);
-#if defined(__AVX512F__)
-    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
 #else
-    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
+    return (Ints)_mm_maddubs_epi16((__m128i)unsigned_bytes, (__m128i)signed_bytes);
 #endif
 }
 
@@ -282,8 +274,22 @@ INLINE Bytes look_up(const uint8_t (&bytes)[16], Bytes codes) {
 INLINE Ints multiply_pairs(Ints a, Ints b) {
 #if defined(__AVX512F__)
     return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#else
+#elif defined(__AVX2__)
     return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#endif
+}
+#endif
+
+#if defined(__AVX2__)
+// The bytes that codes below 16 stand for.
+INLINE Bytes look_up(const uint8_t (&bytes)[16], Bytes codes) {
+    __m128i table = _mm_loadu_si128((const __m128i*)bytes);
+#if defined(__AVX512F__)
+    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)codes);
+#else
+    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)codes);
 #endif
 }
 
