@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from ..kernels.ops.kv_attention import attend
+from ..kernels.ops.kv_attention import attend, float_attention
 from .store import KVCacheSpec, StoredKV, say_once
 from .stores import GrowingKV, StaticKV
 
@@ -62,7 +62,8 @@ def attention(
             attention_mask = attention_mask[..., : key.shape[2]]
         if position_bias is not None:
             position_bias = position_bias[..., : key.shape[2]]
-        if not softcap and s_aux is None:
+        one = rows == 1 and query.device.type == "cpu" and not dropout and not _records_gradients(query, key, value)
+        if not softcap and s_aux is None and (not one or "cache" in kwargs):  # a paged cache
             return sdpa_attention_forward(
                 module,
                 query,
@@ -81,8 +82,13 @@ def attention(
         out = key.store.attend(query, mask, scaling, causal=causal, softcap=softcap, sinks=s_aux, last=key.tokens)
     else:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = attend(query, key, value, mask, s_aux, scaling, float(softcap or 0), causal)
+        function = float_attention if one else attend
+        out = function(query, key, value, mask, s_aux, scaling, float(softcap or 0), causal)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _records_gradients(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None, rows: int, tokens: int, query: Tensor) -> Tensor | None:

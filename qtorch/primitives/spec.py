@@ -282,6 +282,10 @@ class Scheme:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
+    # Guards of compiled graphs compare each scheme with a copy of it on each call: itself is compared in no time.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
+        return self
+
     @property
     def codes_shape(self) -> tuple[int, ...]:
         """Shape of the codes: that of the tensor, unless a subclass stores them as a matrix."""

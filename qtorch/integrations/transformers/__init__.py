@@ -10,10 +10,11 @@ from ...primitives.supported_versions import check_version
 
 check_version("transformers")
 
+from .generation import compile_generate
 from .quantization_config import QtorchConfig
 from .quantizer import QtorchHfQuantizer, model_changed
 
-__all__ = ["QtorchConfig", "QtorchHfQuantizer"]
+__all__ = ["QtorchConfig", "QtorchHfQuantizer", "compile_generate"]
 
 if model_changed not in LISTENERS:
     LISTENERS.append(model_changed)

@@ -1,4 +1,4 @@
-"""Attention on keys and values in codes, compiled: each code is read once for all queries of its head."""
+"""Attention on keys and values in codes or floats, compiled: each is read once for all queries of its head."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..custom_ops import note
-from ..ops.kv_attention import KVAttention, attend_by_heads, check_call
-from ..registry import Problem, needs_floats, register
-from .compiled_library import TYPES, library, missing, threads
+from ..custom_ops import implement, note
+from ..ops.kv_attention import KVAttention, attend, attend_by_heads, check_call, check_floats
+from ..registry import FLOATS, Problem, needs_floats, register
+from .compiled_library import TYPES, Library, library, missing, threads
 from .memory import address, empty
 from .structs import Attention, Cached, struct_of
 
@@ -39,18 +39,53 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
     check_call(call)
     call = call.cut()
     query, compiled, form = call.query, library(), call.form
-    batch, all_heads, rows, width = query.shape
+    _, all_heads, rows, width = query.shape
     heads = call.values[0].shape[1]
-    group = all_heads // heads
-    if compiled is None or group * rows >= MANY_ROWS or not call.length or not query.numel() or not call.width:
+    if (
+        compiled is None
+        or all_heads // heads * rows >= MANY_ROWS
+        or not call.length
+        or not query.numel()
+        or not call.width
+    ):
         note("kv_attention.dequantized")
         return attend_by_heads(call)
     note(f"kv_attention.{compiled.instruction_set}")
-    query, mask, sinks = _with_whole_rows(query), call.mask, call.sinks
+    query = _with_whole_rows(query)
     keys = _cached(FORMATS[form.keys.dtype.name], call.keys, width, form.block)
     values = _cached(FORMATS[form.values.dtype.name], call.values, call.width, 0)
     recent = [_with_whole_rows(x.to(query.dtype)) for x in call.recent]
     of_recent = [_cached(TYPES[x.dtype], [x], x.shape[3], 0) for x in recent] or [NO_ROWS, NO_ROWS]
+    rows_of = (*keys, *values, *of_recent[0], *of_recent[1])
+    lengths = heads, call.tokens, call.length - call.tokens, call.width
+    return _attend(compiled, query, rows_of, lengths, call.mask, call.sinks, call.scaling, call.softcap, call.causal)
+
+
+@implement("float_attention", "cpu")
+def cpu_float_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None,
+    scaling: float, softcap: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """See `float_attention`."""
+    check_floats(query, keys, values, mask, sinks)
+    compiled, (heads, tokens, width) = library(), values.shape[1:]
+    few = query.shape[1] // max(heads, 1) * query.shape[2] < MANY_ROWS
+    if compiled is None or not few or not query.numel() or not values.numel() or query.dtype not in FLOATS:
+        note("float_attention.torch")
+        return attend(query, keys, values, mask, sinks, scaling, softcap, causal)
+    note(f"float_attention.{compiled.instruction_set}")
+    query, keys, values = map(_with_whole_rows, (query, keys, values))
+    of_keys, of_values = (_cached(TYPES[x.dtype], [x], x.shape[3], 0) for x in (keys, values))
+    rows_of = (*of_keys, *of_values, *NO_ROWS, *NO_ROWS)
+    return _attend(compiled, query, rows_of, (heads, tokens, 0, width), mask, sinks, scaling, softcap, causal)
+
+
+def _attend(
+    compiled: Library, query: Tensor, rows_of: tuple[int, ...], lengths: tuple[int, int, int, int],
+    mask: Tensor | None, sinks: Tensor | None, scaling: float, softcap: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """The equation for the fields of four `Cached`; `lengths` are heads of keys, tokens, recent ones, and channels."""
+    (batch, all_heads, rows, _), (heads, tokens, recent, width) = query.shape, lengths
     of_mask: tuple[int, ...] = (0,) * 5
     if mask is not None:
         mask = _with_whole_rows(mask.view(torch.uint8) if mask.dtype is torch.bool else mask)
@@ -58,12 +93,12 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
         of_mask = (address(mask), TYPES[mask.dtype], *steps)
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
-    out = empty((batch, all_heads, rows, call.width), query.dtype)
+    out = empty((batch, all_heads, rows, width), query.dtype)
     # By position, in the order of the fields: making the named tuple would take several times as long.
     compiled.attention(_pack(
-        *keys, *values, *of_recent[0], *of_recent[1], batch, heads, group, rows, call.tokens,
-        call.length - call.tokens, address(query), TYPES[query.dtype], *query.stride()[:3], address(out), *of_mask,
-        address(sinks, torch.float32), call.causal and rows > 1, call.scaling, call.softcap, threads(),
+        *rows_of, batch, heads, all_heads // heads, rows, tokens, recent, address(query), TYPES[query.dtype],
+        *query.stride()[:3], address(out), *of_mask, address(sinks, torch.float32), causal and rows > 1, scaling,
+        softcap, threads(),
     ))  # fmt: skip
     return out
 

@@ -88,6 +88,31 @@ def kv_attention(
     return kernel(KVAttention(query, keys, values, recent, length, mask, sinks, form, width, scaling, softcap, causal))
 
 
+@opaque(lambda query, keys, values, *_: query.new_empty(*query.shape[:3], values.shape[3]))
+def float_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None,
+    scaling: float, softcap: float, causal: bool,
+) -> Tensor:  # fmt: skip
+    """The same on keys (B, H, T, D) and values (B, H, T, D') in floating point; without gradients."""
+    check_floats(query, keys, values, mask, sinks)
+    return attend(query, keys, values, mask, sinks, scaling, softcap, causal)
+
+
+def check_floats(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
+    """Raise `ValueError` if these do not fit each other."""
+    all_of = (query, keys, values)
+    wanted = (*values.shape[:3], query.shape[-1]) if query.dim() == values.dim() == 4 else None
+    alike = {(x.dtype, x.device) for x in all_of} == {(query.dtype, query.device)}
+    if tuple(keys.shape) != wanted or not alike or not query.is_floating_point():
+        got = ", ".join(f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in all_of)
+        raise ValueError(
+            "float_attention: queries (B, Hq, M, D), keys (B, H, T, D) and values (B, H, T, D') have one dtype in "
+            f"floating point and one device, got {got}"
+        )
+    batch, heads, tokens = values.shape[:3]
+    _check_queries("float_attention", query, batch, heads, tokens, mask, sinks)
+
+
 @functools.cache
 def scheme_of(form: CacheForm, width: int) -> Scheme:
     """The keys of a token, or of a block of tokens, as a scheme, by which kernels are looked up."""
@@ -115,18 +140,24 @@ def check_call(call: KVAttention) -> None:
                 raise ValueError(f"kv_attention: scale and zero point of the {name} differ in their strides")
     for name, part, width in zip(("keys", "values"), call.recent, (key_width, call.width), strict=False):
         _check("recent", name, part, query.device, (batch, heads, call.length - tokens, width), FLOATS)
-    if query.shape[0] != batch or query.shape[1] % heads:
-        raise ValueError(f"kv_attention: queries {tuple(query.shape)} do not fit {batch} x {heads} heads of keys")
-    if call.mask is not None:
-        some = tuple(call.mask.shape)
-        fits = len(some) == 4 and all(a in (1, b) for a, b in zip(some, query.shape[:3], strict=False))
-        if not fits or some[3] < call.length or call.mask.dtype not in (*FLOATS, torch.bool):
-            wanted = f"{tuple(query.shape[:3])} or 1 each, and at least {call.length} tokens"
-            raise ValueError(f"kv_attention: a mask has {wanted}, bool or in floating point, got {some}")
     if call.used is not None and (call.used.shape != () or call.used.dtype != torch.int64 or call.recent):
         raise ValueError("kv_attention: a length is one int64, and there are no recent tokens behind it")
-    if call.sinks is not None and tuple(call.sinks.shape) != (query.shape[1],):
-        raise ValueError(f"kv_attention: sinks have shape ({query.shape[1]},), got {tuple(call.sinks.shape)}")
+    _check_queries("kv_attention", query, batch, heads, call.length, call.mask, call.sinks)
+
+
+def _check_queries(
+    op: str, query: Tensor, batch: int, heads: int, length: int, mask: Tensor | None, sinks: Tensor | None
+) -> None:
+    if query.shape[0] != batch or (query.shape[1] % heads if heads else query.shape[1]):
+        raise ValueError(f"{op}: queries {tuple(query.shape)} do not fit {batch} x {heads} heads of keys")
+    if mask is not None:
+        some = tuple(mask.shape)
+        fits = len(some) == 4 and all(a in (1, b) for a, b in zip(some, query.shape[:3], strict=False))
+        if not fits or some[3] < length or mask.dtype not in (*FLOATS, torch.bool):
+            wanted = f"{tuple(query.shape[:3])} or 1 each, and at least {length} tokens"
+            raise ValueError(f"{op}: a mask has {wanted}, bool or in floating point, got {some}")
+    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+        raise ValueError(f"{op}: sinks have shape ({query.shape[1]},), got {tuple(sinks.shape)}")
 
 
 def _check(

@@ -8,7 +8,7 @@ import torch
 from qtorch.kernels import record_kernels, registry
 from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.custom_ops import portable
-from qtorch.kernels.ops.kv_attention import KVAttention, kv_attention
+from qtorch.kernels.ops.kv_attention import KVAttention, attend, float_attention, kv_attention
 from qtorch.kernels.ops.quantize import quantize_keys_and_values, quantize_tokens
 from qtorch.primitives import compute_error
 from tests.kernels import attention_cases
@@ -136,3 +136,65 @@ def test_wrong_tensors_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             run(call._replace(**change))
+
+
+SQNR = {torch.float32: (120, 160), torch.bfloat16: (47, 65), torch.float16: (65, 85)}
+"""Least and most of attention on floats, whose results are rounded to this dtype."""
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize("dtype", SQNR)
+def test_on_floats(build, dtype, mask):
+    torch.manual_seed(0)
+    least, most = SQNR[dtype]
+    for batch, heads, group, rows, tokens, width, of_values in [(2, 2, 4, 1, 300, 64, 64), (1, 3, 1, 2, 65, 20, 13)]:
+        query = torch.randn(batch, heads * group, rows, width).to(dtype)
+        keys, values = torch.randn(batch, heads, tokens, width), torch.randn(batch, heads, tokens, of_values)
+        keys, values = keys.to(dtype), values.to(dtype)
+        seen = torch.rand(batch, 1, rows, tokens) < 0.7
+        seen[..., 130:] &= tokens < 100  # whole blocks that no query sees
+        given = {None: None, "bool": seen, "float": torch.randn(batch, 1, rows, tokens).to(dtype)}[mask]
+        for softcap, sinks in [(0.0, None), (5.0, torch.randn(heads * group))]:
+            more = given, sinks, width**-0.5, softcap, mask is None
+            with record_kernels() as ran:
+                got = float_attention(query, keys, values, *more)
+            assert ran == ["float_attention", f"float_attention.{build}"]
+            in_double = None if given is None or given.dtype is torch.bool else given.double()
+            expected = attend(
+                *(x.double() for x in (query, keys, values)), in_double if mask == "float" else given, *more[1:]
+            )
+            assert got.dtype is dtype
+            assert least < compute_error(expected, got.double()) < most
+
+
+def test_blocks_that_no_query_sees_are_not_read(build):
+    query, keys = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 256, 32)
+    mask = (torch.arange(256) < 100).view(1, 1, 1, -1)
+    wanted = float_attention(query, keys, keys, mask, None, 0.2, 0.0, False)
+    keys[:, :, 128:] = torch.nan
+    assert torch.equal(float_attention(query, keys, keys, mask, None, 0.2, 0.0, False), wanted)
+
+
+def test_floats_as_they_lie_in_memory(build):
+    query, keys = torch.randn(1, 40, 4, 6).transpose(1, 2)[..., :1, :], torch.randn(1, 4, 6, 50).mT
+    more = None, None, 0.4, 0.0, False
+    wanted = float_attention(query.contiguous(), keys.contiguous(), keys.contiguous(), *more)
+    assert torch.equal(float_attention(query, keys, keys, *more), wanted)
+    torch.library.opcheck(torch.ops.qtorch.float_attention.default, (query, keys, keys, *more))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.zeros(1, 2, 9, 16)}, "have one dtype in floating point and one device"),
+        ({"values": torch.zeros(1, 2, 8, 16).half()}, "have one dtype in floating point and one device"),
+        ({"query": torch.zeros(1, 3, 1, 16)}, "do not fit 1 x 2 heads of keys"),
+        ({"mask": torch.zeros(1, 1, 1, 7)}, "at least 8 tokens"),
+        ({"sinks": torch.zeros(3)}, "sinks have shape"),
+    ],
+)
+def test_floats_that_do_not_fit(change, message):
+    given = {"query": torch.zeros(1, 4, 1, 16), "keys": torch.zeros(1, 2, 8, 16), "values": torch.zeros(1, 2, 8, 16)}
+    given = {**given, "mask": None, "sinks": None, **change}
+    with pytest.raises(ValueError, match=message):
+        float_attention(*given.values(), 1.0, 0.0, False)

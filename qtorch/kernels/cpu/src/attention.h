@@ -44,11 +44,22 @@ public:
                 count = left < count ? left : count;
                 if (t == first || t % keys_.block == 0) scale_queries(t);
             }
-            block(t, count, stop, running);
+            if (!hidden(t, count)) block(t, count, stop, running);
         }
     }
 
 private:
+    // Whether the mask hides these tokens from all queries, as in a cache of fixed length that is not full.
+    bool hidden(int64_t t, int64_t count) const {
+        if (!call_.mask || call_.mask_type != UINT8) return false;
+        for (int64_t r = 0; r < rows_; r++) {
+            int64_t head = h_ * call_.group + r / call_.rows, row = r % call_.rows;
+            auto seen = (const uint8_t*)call_.mask + b_ * call_.mask_batch + head * call_.mask_head + row * call_.mask_row + at_ + t;
+            for (int64_t i = 0; i < count; i++) if (seen[i]) return false;
+        }
+        return true;
+    }
+
     // In the order of the keys, times the scaling.
     void load_queries() {
         static thread_local Scratch row_scratch;

@@ -2,10 +2,11 @@
 // lanes in which they are computed, so that groups cost little.
 //
 //     x = scale (65536 q0 + 256 q1 + q2),    scale = max |x| / (127 * 65536),    q0, q1, q2 signed bytes
+//     x = scale (256 q0 + q1),               scale = max |x| / (127 * 256)       for 16-bit inputs with even rows
 //     y[m, n] = sum_g s[n, g] * (sum_{k in g} code[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
-// Eight products of codes below 32 with all of x have less than 31 bits. Codes of floats of 4 bits stand for such integers,
-// times a unit. What codes are shifted by, their center, is taken off such sums, where it is exact; as a part of the offsets
+// Sixteen products of codes of magnitude 15 with all of x fit into 32 bits; on the way there sums may wrap. Codes of floats of
+// 4 bits stand for such integers, times a unit. What codes are shifted by, their center, is taken off such sums, where it is exact; as a part of the offsets
 // it would cost nothing, and ten times the error for inputs of one sign.
 #pragma once
 
@@ -26,44 +27,46 @@ inline bool fits_fixed_dot(const Weight& w, int64_t rows) {
 }
 
 struct FixedInput {
-    const int8_t* bytes;    // (M, 3, K)
+    const int8_t* bytes;    // (M, digits, K)
     const int32_t* shifts;  // (M, K / 4): what each sum of four products has too much, codes being shifted by their center
     const float *scale, *sums;  // (M), and those of x (M, groups)
     uint8_t integers[16];       // of codes, plus their center
 };
 
-// Sums of four products each, or of four of each of two vectors, less `shift`.
-template <int PER>
-INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[3][PER], Ints shift) {
+// Sums of four products each, of PER vectors, less `shift`.
+template <int PER, int DIGITS>
+INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[DIGITS][PER], Ints shift) {
 #if defined(HAS_VNNI)
     Ints sum = {};
-    UNROLL for (int digit = 0; digit < 3; digit++) {
+    UNROLL for (int digit = 0; digit < DIGITS; digit++) {
         if (digit) sum = sum << 8;
-        if (digit == 2) sum -= shift;
+        if (digit == DIGITS - 1) sum -= shift;
         UNROLL for (int i = 0; i < PER; i++) sum = dot4(sum, codes[i], (Ints)x[digit][i]);
     }
     return sum;
 #else
-    // Four products of a code and a byte fit into 16 bits.
-    Ints pairs[3];
-    UNROLL for (int digit = 0; digit < 3; digit++) {
+    // Eight products of a code below 32 and a byte fit into 16 bits.
+    Ints pairs[DIGITS];
+    UNROLL for (int digit = 0; digit < DIGITS; digit++) {
         pairs[digit] = multiply_bytes(codes[0], (Ints)x[digit][0]);
         UNROLL for (int i = 1; i < PER; i++) pairs[digit] = (Ints)((Shorts)pairs[digit] + (Shorts)multiply_bytes(codes[i], (Ints)x[digit][i]));
     }
     const Ints one = (Ints)(Shorts{} + (uint16_t)1), digit = one << 8;
+    if (DIGITS == 2) return multiply_pairs(pairs[0], digit) - shift + multiply_pairs(pairs[1], one);
     Ints high = (multiply_pairs(pairs[0], digit) + multiply_pairs(pairs[1], one)) << 8;
-    return high - shift + multiply_pairs(pairs[2], one);
+    return high - shift + multiply_pairs(pairs[DIGITS - 1], one);
 #endif
 }
 
 // Bytes and shifts of a row of x (K), whole vectors of it, and its scale.
-inline float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, int32_t* shifts) {
-    float high = largest_magnitude(x, k), scale = high ? high / 8323072.0f : 1;
+template <int DIGITS>
+float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, int32_t* shifts) {
+    float high = largest_magnitude(x, k), scale = high ? high / (127 << 8 * (DIGITS - 1)) : 1;
     for (int64_t i = 0; i < k; i += LANES) {
         Floats number = load<Floats>(x + i) * broadcast(1 / scale);
         Floats half = (Floats)(((Ints)number & INT32_MIN) | (Ints)broadcast(0.5f));
         Ints rest = to_ints(number + half);
-        for (int64_t s = 2; s >= 0; s--) {
+        for (int64_t s = DIGITS - 1; s >= 0; s--) {
             Ints byte = rest << 24 >> 24;
             store_bytes(bytes + s * k + i, byte);
             rest = (rest - byte) >> 8;
@@ -71,9 +74,9 @@ inline float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, i
     }
     const Ints centers[1] = {(Ints)(Bytes{} + (uint8_t)center)};
     for (int64_t i = 0; i < k; i += WIDTH) {
-        Bytes three[3][1];
-        for (int s = 0; s < 3; s++) three[s][0] = load<Bytes>(bytes + s * k + i);
-        store(shifts + i / 4, times_fixed(centers, three, Ints{}));
+        Bytes digits[DIGITS][1];
+        for (int s = 0; s < DIGITS; s++) digits[s][0] = load<Bytes>(bytes + s * k + i);
+        store(shifts + i / 4, times_fixed(centers, digits, Ints{}));
     }
     return scale;
 }
@@ -98,7 +101,7 @@ struct FixedRows {
 };
 
 // R rows of the weight, PER vectors of a group at a time, or PAIRS of groups in one; result (R, M).
-template <int R, int M, bool TABLE, bool PAIRS, int PER>
+template <int R, int M, int DIGITS, bool TABLE, bool PAIRS, int PER>
 void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahead scales_ahead, const FixedInput& in,
                  float* result) {
     constexpr int STEP = PAIRS ? 2 : 1, COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128;
@@ -111,14 +114,16 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
             const uint8_t* codes = rows.codes + start / 2 + k;
             // The low halves of bytes, then the high ones.
             UNROLL for (int half = 0; half < 2; half++) {
+                asm("" : "+r"(codes));  // they are read again: keeping them would take registers
                 const float* scale = rows.scale + STEP * (half ? second : first).group;
                 int64_t column = start + half * run + k;
                 UNROLL for (int m = 0; m < M; m++) {
-                    Bytes x[3][PER];
+                    Bytes x[DIGITS][PER];
                     Ints shift = {};
                     UNROLL for (int i = 0; i < PER; i++) {
-                        UNROLL for (int s = 0; s < 3; s++) x[s][i] = load<Bytes>(in.bytes + (m * 3 + s) * w.k + column + i * WIDTH);
-                        shift += load<Ints>(in.shifts + (m * w.k + column + i * WIDTH) / 4);
+                        UNROLL for (int s = 0; s < DIGITS; s++)
+                            x[s][i] = load<Bytes>(in.bytes + (m * DIGITS + s) * w.k + column + i * WIDTH);
+                        shift += load<Ints>(in.shifts + ((m * w.k + column + i * WIDTH) >> 2));
                     }
                     UNROLL for (int r = 0; r < R; r++) {
                         // One line at a time: many prefetches at once delay the loads that are needed now.
@@ -146,15 +151,18 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
         result[i] += inner(rows.offset + i / M * groups, in.sums + i % M * groups, groups);
 }
 
-template <int M, bool TABLE>
+template <int M, int DIGITS, bool TABLE>
 void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t threads) {
     constexpr int R = FIXED_WIDTH;
-    bool pairs = 2 * w.group == WIDTH, two = w.group % (2 * WIDTH) == 0 && w.k % (16 * WIDTH) == 0;
-    auto block = pairs ? fixed_block<R, M, TABLE, true, 1>
-                 : two ? fixed_block<R, M, TABLE, false, 2>
-                       : fixed_block<R, M, TABLE, false, 1>;
+    bool pairs = 2 * w.group == WIDTH;
+    auto whole = [&](int64_t vectors) { return w.group % (vectors * WIDTH) == 0 && w.k % (8 * vectors * WIDTH) == 0; };
+    int64_t per = whole(4) ? 4 : whole(2) ? 2 : 1;  // vectors at a time
+    auto block = pairs      ? fixed_block<R, M, DIGITS, TABLE, true, 1>
+                 : per == 4 ? fixed_block<R, M, DIGITS, TABLE, false, 4>
+                 : per == 2 ? fixed_block<R, M, DIGITS, TABLE, false, 2>
+                            : fixed_block<R, M, DIGITS, TABLE, false, 1>;
     bool converts = w.scale_type != FLOAT32;
-    int64_t groups = w.groups, scale_bytes = w.scale_stride * size_of(w.scale_type), steps = w.k / ((two ? 4 : 2) * WIDTH);
+    int64_t groups = w.groups, scale_bytes = w.scale_stride * size_of(w.scale_type), steps = w.k / (2 * per * WIDTH);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch scale_scratch;
         float* converted = scale_scratch.get<float>(2 * R * groups);
@@ -178,25 +186,28 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
 }
 
 // x (rows, ld) is not changed; sums (rows, groups), or null.
-inline void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t rows, const float* sums, const Output& y,
-                               int64_t threads) {
+template <int DIGITS>
+void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t rows, const float* sums, const Output& y, int64_t threads) {
     static thread_local Scratch byte_scratch, shift_scratch, scale_scratch;
     int32_t* shifts = shift_scratch.get<int32_t>(rows * w.k / 4);
-    int8_t* bytes = byte_scratch.get<int8_t>(rows * 3 * w.k);
+    int8_t* bytes = byte_scratch.get<int8_t>(rows * DIGITS * w.k);
     float* scale = scale_scratch.get<float>(rows);
     FixedInput in{bytes, shifts, scale, sums, {}};
     int32_t center = w.values ? w.unit_center : w.center;
     for (int i = 0; w.values && i < 16; i++) in.integers[i] = w.values[i] / w.unit + center;
-    for (int64_t m = 0; m < rows; m++)
-        scale[m] = fix_row(x + m * ld, w.k, center, bytes + m * 3 * w.k, shifts + m * w.k / 4) * (w.values ? w.unit : 1);
-    if (w.values) (rows == 1 ? fixed_dot<1, true> : fixed_dot<2, true>)(w, in, y, threads);
-    else (rows == 1 ? fixed_dot<1, false> : fixed_dot<2, false>)(w, in, y, threads);
+    for (int64_t m = 0; m < rows; m++) {
+        float unit = fix_row<DIGITS>(x + m * ld, w.k, center, bytes + m * DIGITS * w.k, shifts + m * w.k / 4);
+        scale[m] = unit * (w.values ? w.unit : 1);
+    }
+    if (w.values) (rows == 1 ? fixed_dot<1, DIGITS, true> : fixed_dot<2, DIGITS, true>)(w, in, y, threads);
+    else (rows == 1 ? fixed_dot<1, DIGITS, false> : fixed_dot<2, DIGITS, false>)(w, in, y, threads);
 }
 
 #else
 
 inline bool fits_fixed_dot(const Weight&, int64_t) { return false; }
-inline void multiply_fixed_dot(const Weight&, const float*, int64_t, int64_t, const float*, const Output&, int64_t) {}
+template <int>
+void multiply_fixed_dot(const Weight&, const float*, int64_t, int64_t, const float*, const Output&, int64_t) {}
 
 #endif
 

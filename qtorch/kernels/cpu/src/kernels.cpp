@@ -41,11 +41,11 @@ static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int
 
 // How a row of x is multiplied where x is in fixed point: in 2 to 4 slices, by fixed_dot.h, or in floats, where fixed point
 // would not be as exact as fp32. It follows from this row and the number of rows, so that no row depends on another.
-enum : int64_t { IN_FLOATS, BY_FIXED_DOT, ROW_KINDS = 5 };
+enum : int64_t { IN_FLOATS, BY_FIXED_DOT, IN_TWO_DIGITS = 5, ROW_KINDS };  // the others are numbers of slices
 
 static int64_t row_kind(const Weight& w, const float* row, int64_t type, bool few) {
     int64_t slices = slices_of(row, w.k, type);
-    if (few && slices && slices < 4) return BY_FIXED_DOT;
+    if (few && slices && slices < 4) return slices == 2 ? IN_TWO_DIGITS : BY_FIXED_DOT;
     // Of the others, only matrix tiles take other zero points than integers, and no sums that are too long.
     bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32), fits = !real_zero && w.fits_int32();
     return !slices || w.values || !has_whole_groups(w) || !(fits || has_tile_groups(w)) ? IN_FLOATS : slices < 2 ? 2 : slices;
@@ -65,7 +65,7 @@ static void multiply_kind(const Weight& w, const Input& x, const float* rows, in
     static thread_local Scratch code_scratch, scale_scratch, sum_scratch;
     if (kind == IN_FLOATS) return multiply_in_floats(w, x, y, otherwise, threads);
     int64_t padded = round_up(w.k, LANES), ld = round_up(w.k, 64), slices = kind;
-    bool few = kind == BY_FIXED_DOT, tiles = has_tile_groups(w);
+    bool few = kind == BY_FIXED_DOT || kind == IN_TWO_DIGITS, tiles = has_tile_groups(w);
     float* sums = nullptr;
     if ((few || tiles) && w.has_offset()) {
         sums = sum_scratch.get<float>(x.rows * w.groups);
@@ -73,7 +73,7 @@ static void multiply_kind(const Weight& w, const Input& x, const float* rows, in
             for (int64_t g = 0; g < w.groups; g++) sums[m * w.groups + g] = sum_of(rows + m * padded + g * w.group, w.group);
         });
     }
-    if (few) return multiply_fixed_dot(w, rows, padded, x.rows, sums, y, threads);
+    if (few) return (kind == BY_FIXED_DOT ? multiply_fixed_dot<3> : multiply_fixed_dot<2>)(w, rows, padded, x.rows, sums, y, threads);
     int8_t* bytes = code_scratch.get<int8_t>(slices * x.rows * ld);
     Codes codes{bytes, ld, slices * x.rows, w.k, scale_scratch.get<float>(slices * x.rows), nullptr, slices};
     parallel_for(x.rows, threads, [&](int64_t m) { slice_row(rows + m * padded, w.k, m, codes); });
