@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..custom_ops import implement, note
-from ..ops.kv_attention import KVAttention, attend, attend_by_heads, check_call, check_floats
+from ..ops.kv_attention import KVAttention, attend, attend_by_heads, check_call
 from ..registry import FLOATS, Problem, needs_floats, register
 from .compiled_library import TYPES, Library, library, missing, threads
 from .memory import address, empty
@@ -61,13 +61,12 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
     return _attend(compiled, query, rows_of, lengths, call.mask, call.sinks, call.scaling, call.softcap, call.causal)
 
 
-@implement("float_attention", "cpu")
-def cpu_float_attention(
+@implement("attend_floats", "cpu")
+def cpu_attend_floats(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None,
     scaling: float, softcap: float, causal: bool,
 ) -> Tensor:  # fmt: skip
-    """See `float_attention`."""
-    check_floats(query, keys, values, mask, sinks)
+    """See `float_attention`; src/operators.cpp has the same for compiled graphs."""
     compiled, (heads, tokens, width) = library(), values.shape[1:]
     few = query.shape[1] // max(heads, 1) * query.shape[2] < MANY_ROWS
     if compiled is None or not few or not query.numel() or not values.numel() or query.dtype not in FLOATS:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ...primitives import LinearSpec, Scheme
 from ...primitives.layouts import smallest_layout
 from ..cache_form import CacheForm, cache_form
-from ..custom_ops import opaque
+from ..custom_ops import by_device, opaque
 from ..registry import FLOATS, REFERENCE, Problem, lookup, register
 
 FOLDED_ROWS = 16  # up to so many tokens, queries of a head become rows of one matrix: a mask is repeated for them
@@ -94,12 +94,6 @@ def float_attention(
     scaling: float, softcap: float, causal: bool,
 ) -> Tensor:  # fmt: skip
     """The same on keys (B, H, T, D) and values (B, H, T, D') in floating point; without gradients."""
-    check_floats(query, keys, values, mask, sinks)
-    return attend(query, keys, values, mask, sinks, scaling, softcap, causal)
-
-
-def check_floats(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None) -> None:
-    """Raise `ValueError` if these do not fit each other."""
     all_of = (query, keys, values)
     wanted = (*values.shape[:3], query.shape[-1]) if query.dim() == values.dim() == 4 else None
     alike = {(x.dtype, x.device) for x in all_of} == {(query.dtype, query.device)}
@@ -111,6 +105,13 @@ def check_floats(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Non
         )
     batch, heads, tokens = values.shape[:3]
     _check_queries("float_attention", query, batch, heads, tokens, mask, sinks)
+    return attend_floats(query, keys, values, mask, sinks, scaling, softcap, causal)
+
+
+@by_device
+def attend_floats(query: Tensor, keys: Tensor, values: Tensor, *more: Any) -> Tensor:
+    """`float_attention` of checked arguments."""
+    return attend(query, keys, values, *more)
 
 
 @functools.cache

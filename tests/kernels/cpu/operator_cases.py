@@ -5,6 +5,7 @@ import torch
 from qtorch.kernels.cpu.embedding import cpu_embedding
 from qtorch.kernels.cpu.int8_linear import cpu_int8_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
+from qtorch.kernels.ops.kv_attention import float_attention
 
 BF16 = torch.bfloat16
 DYNAMIC = [-127.0, 127.0, 0.0, 0.0, torch.finfo(torch.float32).tiny, 1e30]
@@ -36,6 +37,11 @@ def embedding(ids, codes, scale, zero_point, dtype=torch.float32):
     return ids, codes, [48, 64], scale, zero_point, False, "int8", -128.0, 127.0, "INT", dtype
 
 
+def attention(mask=None, dtype=torch.float32, rows=1, softcap=0.0, query=None):
+    query = randn(2, 4, rows, 20, dtype=dtype) if query is None else query
+    return query, randn(2, 2, 70, 20, dtype=dtype), randn(2, 2, 70, 12, dtype=dtype), mask, None, 0.3, softcap, mask is None
+
+
 def rows(m, value=0.05):
     return torch.full((m, 1), value)
 
@@ -44,6 +50,7 @@ def named(operation, cases):
     return {name: (operation, *(case if isinstance(case[-1], str) else [case])) for name, case in cases.items()}
 
 
+SEEN = randn(2, 1, 1, 80) > 0
 HALF = {"dtype": BF16, "bias": randn(48, dtype=BF16)}
 CALLS = {
     **named(cpu_weight_only_mm, {
@@ -68,6 +75,12 @@ CALLS = {
     **named(cpu_embedding, {
         "embedding": embedding(torch.tensor([0, 47, 5]), *weight()),
         "embedding, int32, bf16": embedding(torch.tensor([1, 1]).int(), *weight(zero_point=True), dtype=BF16),
+    }),
+    **named(float_attention, {
+        "attention": attention(),
+        "attention, bf16, mask": attention(SEEN, BF16),
+        "attention, fp16, numbers": attention(randn(1, 4, 3, 70), torch.float16, rows=3, softcap=4.0),
+        "attention, strided": attention(query=randn(2, 3, 4, 40).transpose(1, 2)[..., 20:]),
     }),
 }  # fmt: skip
 

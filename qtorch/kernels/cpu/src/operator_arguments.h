@@ -20,17 +20,18 @@ inline std::string shape_text(const int64_t* sizes, int64_t dim) {
     return text + ")";
 }
 
-// torch's numbers of dtypes, by Type; then int64, which only indices have.
-constexpr int64_t INT64 = UINT8 + 1, OTHER_TYPE = INT64 + 1;
+// torch's numbers of dtypes, by Type; then int64, which only indices have, and bool, which only masks have.
+constexpr int64_t INT64 = UINT8 + 1, BOOL = INT64 + 1, OTHER_TYPE = BOOL + 1;
 inline int32_t dtypes[OTHER_TYPE];
 constexpr const char* TYPE_NAMES[] = {"torch.float32", "torch.bfloat16", "torch.float16", "torch.int32",
-                                      "torch.int8",    "torch.uint8",    "torch.int64",   "another dtype"};
+                                      "torch.int8",    "torch.uint8",    "torch.int64",   "torch.bool",
+                                      "another dtype"};
 
 inline void find_dtypes() {
     int32_t found[] = {functions.aoti_torch_dtype_float32(), functions.aoti_torch_dtype_bfloat16(),
                        functions.aoti_torch_dtype_float16(), functions.aoti_torch_dtype_int32(),
                        functions.aoti_torch_dtype_int8(),    functions.aoti_torch_dtype_uint8(),
-                       functions.aoti_torch_dtype_int64()};
+                       functions.aoti_torch_dtype_int64(),   functions.aoti_torch_dtype_bool()};
     memcpy(dtypes, found, sizeof dtypes);
 }
 
@@ -86,7 +87,7 @@ inline Tensor look_at(Handle handle, const char* name) {
     if (empty || t.type == OTHER_TYPE) return t;
     int64_t last = offset;
     for (int64_t i = 0; i < t.dim; i++) last += (sizes[i] - 1) * strides[i];
-    int64_t size = t.type == INT64 ? 8 : size_of(t.type);
+    int64_t size = t.type == INT64 ? 8 : t.type == BOOL ? 1 : size_of(t.type);
     if (last >= bytes / size) refuse(std::string(name) + " has memory that was given back by a resized storage");
     if (!data) refuse(std::string(name) + " has no memory of its own");
     return t;
@@ -180,15 +181,17 @@ private:
     bool owned_ = true;
 };
 
-// A new tensor (rows, columns), and its memory.
+// A new contiguous tensor, and its memory.
 struct Result {
     Handle handle = nullptr;
     void* data = nullptr;
 
-    Result(int64_t rows, int64_t columns, int64_t type) {
-        int64_t sizes[] = {rows, columns}, strides[] = {columns > 1 ? columns : 1, 1};
+    Result(const std::vector<int64_t>& sizes, int64_t type) {
+        std::vector<int64_t> strides(sizes.size(), 1);
+        for (size_t i = sizes.size() - 1; i > 0; i--) strides[i - 1] = strides[i] * (sizes[i] > 1 ? sizes[i] : 1);
         int32_t cpu = functions.aoti_torch_device_type_cpu();
-        torch_abi::check(functions.aoti_torch_empty_strided(2, sizes, strides, dtypes[type], cpu, 0, &handle), "a result");
+        torch_abi::check(functions.aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtypes[type], cpu, 0, &handle),
+                         "a result");
         functions.aoti_torch_get_data_ptr(handle, &data);
     }
     Result(const Result&) = delete;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <sstream>
 
+#include "attention_softmax.h"
 #include "cpu_features.h"
 #include "operator_variants.h"
 #include "torch_abi.h"
@@ -17,6 +18,7 @@ struct Kernels {
     int64_t (*weight_only_mm)(const Call*) = nullptr;  // these two give whether a result is not finite
     int64_t (*int8_mm)(const IntCall*) = nullptr;
     int64_t (*embed)(const EmbedCall*) = nullptr;
+    void (*attention)(const attention::Attention*) = nullptr;
     Variants variants;
     bool copies = false;  // whether Python may keep dequantized copies of weights
 };
@@ -41,6 +43,7 @@ inline void use(const std::string& path, const std::string& name, const std::str
     find("qtorch_weight_only_mm", next->weight_only_mm);
     find("qtorch_int8_mm", next->int8_mm);
     find("qtorch_embed", next->embed);
+    find("qtorch_attention", next->attention);
     next->instruction_set = name;
     // As in ../variants.py: choices measured on a processor of this vendor count more, and those for Arm are another's.
     std::string measured = name == "dotprod" || name == "i8mm" ? "avx2_vnni" : name;

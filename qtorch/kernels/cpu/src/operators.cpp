@@ -76,7 +76,7 @@ bool weight_only_mm(const Arguments& arguments, const Kernels& kernels, Value* r
     if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
     call.variant = choose(kernels, x.type, call.weight, call.x.rows);
     if (call.variant < 0) return false;
-    Result y(call.x.rows, form.n, x.type);
+    Result y({call.x.rows, form.n}, x.type);
     call.y = {y.data, x.type, form.n, bias.data};
     call.threads = thread_count();
     // Python does it again; see `where_finite`.
@@ -134,7 +134,7 @@ bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) 
     call.zero = xz ? zeros.data() : nullptr;
     call.variant = choose(kernels, INT8, call.weight, m);
     if (call.variant < 0) return false;
-    Result y(m, form.n, type);
+    Result y({m, form.n}, type);
     call.y = {y.data, type, form.n, bias.data};
     call.threads = thread_count();
     if (kernels.int8_mm(&call) && has_python) return false;
@@ -158,7 +158,7 @@ bool embedding(const Arguments& arguments, const Kernels& kernels, Value* result
     EmbedCall call;
     if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
     call.ids = {ids.data, ids.type == INT64, ids.sizes[0]};
-    Result y(call.ids.count, form.k, type);
+    Result y({call.ids.count, form.k}, type);
     call.y = {y.data, type, form.k, nullptr};
     call.threads = thread_count();
     int64_t wrong = kernels.embed(&call);
@@ -166,6 +166,51 @@ bool embedding(const Arguments& arguments, const Kernels& kernels, Value* result
         throw std::out_of_range("embedding: index out of range: " + std::to_string(call.ids[wrong]) + ", the table has " +
                                 std::to_string(form.n) + " rows");
     note("cpu_embedding", kernels);
+    *result = y.release();
+    return true;
+}
+
+// Keys or values in floating point.
+attention::Cached cached(const Tensor& t) {
+    int64_t size = size_of(t.type);
+    return {(const uint8_t*)t.data, t.type, t.sizes[3], size * t.strides[0], size * t.strides[1], size * t.strides[2]};
+}
+
+// Python says what is wrong with tensors that do not fit each other.
+bool float_attention(const Arguments& arguments, const Kernels& kernels, Value* result) {
+    enum { QUERY, KEYS, VALUES, MASK, SINKS, SCALING, SOFTCAP, CAUSAL };
+    constexpr int64_t MANY_ROWS = 256;  // as in ../kv_attention.py
+    Tensor query = arguments.tensor(QUERY, "query"), keys = arguments.tensor(KEYS, "keys"), values = arguments.tensor(VALUES, "values");
+    Tensor mask = arguments.tensor(MASK, "mask"), sinks = arguments.tensor(SINKS, "sinks");
+    for (const Tensor* each : {&query, &keys, &values}) {
+        if (each->dim != 4 || each->type != query.type || each->strides[3] != 1) return false;
+        for (int64_t i = 0; i < 4; i++) if (!each->sizes[i]) return false;
+    }
+    int64_t batch = query.sizes[0], rows = query.sizes[2], heads = values.sizes[1], tokens = values.sizes[2], group = query.sizes[1] / heads;
+    bool fits = keys.sizes[0] == batch && values.sizes[0] == batch && keys.sizes[1] == heads && keys.sizes[2] == tokens &&
+                keys.sizes[3] == query.sizes[3] && query.sizes[1] == group * heads;
+    if (!fits || sinks || !is_float(query.type) || group * rows >= MANY_ROWS) return false;
+    attention::Attention call = {};
+    if (mask) {
+        if (mask.dim != 4 || mask.sizes[3] < tokens || mask.strides[3] != 1 || !(is_float(mask.type) || mask.type == BOOL)) return false;
+        int64_t *steps[] = {&call.mask_batch, &call.mask_head, &call.mask_row};
+        for (int64_t i = 0; i < 3; i++) {
+            if (mask.sizes[i] != 1 && mask.sizes[i] != query.sizes[i]) return false;
+            *steps[i] = mask.sizes[i] > 1 ? mask.strides[i] : 0;
+        }
+        call.mask = mask.data, call.mask_type = mask.type == BOOL ? (int64_t)UINT8 : mask.type;
+    }
+    call.keys = cached(keys), call.values = cached(values);
+    call.batch = batch, call.heads = heads, call.group = group, call.rows = rows, call.tokens = tokens;
+    call.query = query.data, call.query_type = query.type;
+    call.query_batch = query.strides[0], call.query_head = query.strides[1], call.query_row = query.strides[2];
+    call.causal = rows > 1 && arguments.boolean(CAUSAL);
+    call.scaling = arguments.real(SCALING), call.softcap = arguments.real(SOFTCAP);
+    call.threads = thread_count();
+    Result y({batch, query.sizes[1], rows, values.sizes[3]}, query.type);
+    call.out = y.data;
+    kernels.attention(&call);
+    note("float_attention", kernels);
     *result = y.release();
     return true;
 }
@@ -193,6 +238,11 @@ Operator operators[] = {
      "float high, str domain, ScalarType output_dtype) -> Tensor",
      embedding,
      nullptr},
+    {"qtorch::float_attention",
+     "float_attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor? sinks, float scaling, float softcap, bool causal) "
+     "-> Tensor",
+     float_attention,
+     nullptr},
 };
 constexpr int COUNT = sizeof operators / sizeof *operators;
 
@@ -212,7 +262,7 @@ void boxed(Value* stack, uint64_t, uint64_t) {
     stack[0] = result;
 }
 
-constexpr torch_abi::Kernel KERNELS[] = {boxed<0>, boxed<1>, boxed<2>};
+constexpr torch_abi::Kernel KERNELS[] = {boxed<0>, boxed<1>, boxed<2>, boxed<3>};
 static_assert(sizeof KERNELS / sizeof *KERNELS == COUNT, "each operator has a function");
 
 // Registrations last as long as the process.

@@ -35,6 +35,7 @@ constexpr uint64_t VERSION = 2ull << 56 | 11ull << 48;  // whose conventions the
     F(int32_t, aoti_torch_dtype_int32, ())                                                                             \
     F(int32_t, aoti_torch_dtype_int8, ())                                                                              \
     F(int32_t, aoti_torch_dtype_uint8, ())                                                                             \
+    F(int32_t, aoti_torch_dtype_bool, ())                                                                              \
     F(Status, aoti_torch_get_dim, (Handle, int64_t*))                                                                  \
     F(Status, aoti_torch_get_sizes, (Handle, int64_t**))                                                               \
     F(Status, aoti_torch_get_strides, (Handle, int64_t**))                                                             \
