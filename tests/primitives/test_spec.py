@@ -56,6 +56,8 @@ def test_copies_of_a_spec_are_equal(spec: QuantSpec | LinearSpec | Scheme) -> No
         assert copied == spec
         assert hash(copied) == hash(spec)
         assert str(copied) == str(spec)
+    # A guard of a graph compares a scheme with its deep copy on each call.
+    assert (copy.deepcopy(spec) is spec) == isinstance(spec, Scheme)
 
 
 def test_a_scheme_is_a_key_of_all_its_fields() -> None:

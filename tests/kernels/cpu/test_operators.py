@@ -13,6 +13,7 @@ from qtorch.kernels.cpu import build, compiled_library, operators, variants
 from qtorch.kernels.cpu.embedding import cpu_embedding
 from qtorch.kernels.cpu.int8_linear import cpu_int8_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
+from qtorch.kernels.ops.kv_attention import float_attention
 from tests.kernels.cpu.builds import NEEDS_LIBRARY, run
 from tests.kernels.cpu.operator_cases import CALLS, CODES, SCALE, WRONG, embedding, randn, weight, weight_only
 
@@ -168,7 +169,7 @@ def test_schemas_agree_and_the_path_is_given():
     schemas = {schema.partition("(")[0]: f"qtorch::{schema}" for schema in operators._schemas(library)}
     assert schemas == {
         operation.__name__: str(getattr(OPS, operation.__name__).default._schema)
-        for operation in (cpu_weight_only_mm, cpu_int8_mm, cpu_embedding)
+        for operation in (cpu_weight_only_mm, cpu_int8_mm, cpu_embedding, float_attention)
     }
 
 
