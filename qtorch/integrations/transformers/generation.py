@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
         settings = compile_generate(model, max_length=1024)
         model.generate(ids, max_new_tokens=200, **settings)
 
-    The cache has a fixed length, and the step is one graph without Python; a prompt is read as ever. On a CPU, a model
-    whose attention is ``"sdpa"`` gets ``"qtorch"``, see `use_quantized_attention`: torch's repeats the keys for all
-    heads of queries. Another number of sequences, a longer cache or other weights compile anew, when they first occur.
+    The cache has a fixed length, and the step of most models is one graph, which calls kernels without Python; a prompt
+    is read as ever. On a CPU, a model whose attention is ``"sdpa"`` gets ``"qtorch"``, see `use_quantized_attention`:
+    torch's repeats the keys for all heads of queries. Another number of sequences, a longer cache or other weights compile anew, when they first occur.
 
     Args:
-        model: a model of transformers that generates, quantized or not.
+        model: a model of transformers that generates from ids, quantized or not.
         max_length: tokens of a sequence, with its prompt, for which the cache has room.
         sequences: how many are generated together, times beams.
         progress: show how far the warm-up is; it takes as long as compiling the float model, up to a minute or two.
@@ -38,15 +39,16 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"compile_generate takes a model of transformers, got {type(model).__name__}")
-    if not model.can_generate():
-        raise ValueError(f"compile_generate: {type(model).__name__} does not generate")
+    if not model.can_generate() or model.main_input_name != "input_ids":
+        raise ValueError(f"compile_generate: {type(model).__name__} does not generate from ids")
     if max_length <= WARM_UP or sequences < 1:
         raise ValueError(
             f"compile_generate: got max_length={max_length} and sequences={sequences}, "
             f"want more than {WARM_UP} tokens and at least one sequence"
         )
     if model.device.type == "cpu" and model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
-        use_quantized_attention(model)
+        with contextlib.suppress(ValueError):  # a model with attention of its own keeps it
+            use_quantized_attention(model)
     config = CompileConfig(fullgraph=False, dynamic=False, mode="default")
     config._compile_all_devices = True  # type: ignore[assignment]
     settings = {"cache_implementation": "static", "compile_config": config}

@@ -72,7 +72,7 @@ def attention_of(model):
 def test_refusals():
     with pytest.raises(TypeError, match="compile_generate takes a model of transformers, got Linear"):
         compile_generate(torch.nn.Linear(2, 2), 16)
-    with pytest.raises(ValueError, match="LlamaModel does not generate"):
+    with pytest.raises(ValueError, match="LlamaModel does not generate from ids"):
         compile_generate(llama().model, 16)
     with pytest.raises(ValueError, match="got max_length=4 and sequences=1, want more than 4 tokens"):
         compile_generate(llama(), 4)

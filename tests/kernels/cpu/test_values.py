@@ -107,6 +107,20 @@ def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
                 assert_same_product(y, functional.linear(x, exact, bias), x, exact, bias)
 
 
+@pytest.mark.parametrize("integers", [range(1, 32, 2), range(16)], ids=str)
+def test_sums_of_the_largest_products(build: str, integers: range) -> None:
+    """Sixteen products of integers beyond 15 would not fit into 32 bits."""
+    spec = CodebookSpec("uint4", PerGroup(256), tuple(map(float, integers)))
+    weight = LUTQuantizedTensor.from_float(torch.ones(8, 4096), spec)
+    weight.qdata.fill_(255)
+    exact, x = weight.dequantize(), torch.full((1, 4096), 3.0)
+    assert (exact == integers[-1]).all()
+    with variants.force("fixed"), record_kernels() as ran:
+        y = functional.linear(x, weight)
+    assert ran[-1] == f"cpu_lut_mm.{build}.fixed"
+    assert_same_product(y, functional.linear(x, exact), x, exact)
+
+
 @pytest.mark.parametrize("name", matrix_but(FAST, KERNELS))
 def test_gradients_against_exact_arithmetic(build: str, name: str) -> None:
     for weight in weights(name):

@@ -5,9 +5,9 @@
 //     x = scale (256 q0 + q1),               scale = max |x| / (127 * 256)       for 16-bit inputs with even rows
 //     y[m, n] = sum_g s[n, g] * (sum_{k in g} code[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
-// Sixteen products of codes of magnitude 15 with all of x fit into 32 bits; on the way there sums may wrap. Codes of floats of
-// 4 bits stand for such integers, times a unit. What codes are shifted by, their center, is taken off such sums, where it is exact; as a part of the offsets
-// it would cost nothing, and ten times the error for inputs of one sign.
+// Eight products of codes of magnitude 31 with all of x fit into 32 bits, and sixteen of magnitude 15; on the way there sums may
+// wrap. Codes of floats of 4 bits stand for such integers, times a unit. What codes are shifted by, their center, is taken off
+// such sums, where it is exact; as a part of the offsets it would cost nothing, and ten times the error for inputs of one sign.
 #pragma once
 
 #include "float_dot.h"
@@ -31,6 +31,7 @@ struct FixedInput {
     const int32_t* shifts;  // (M, K / 4): what each sum of four products has too much, codes being shifted by their center
     const float *scale, *sums;  // (M), and those of x (M, groups)
     uint8_t integers[16];       // of codes, plus their center
+    bool is_small;              // whether none without it is beyond 15
 };
 
 // Sums of four products each, of PER vectors, less `shift`.
@@ -156,7 +157,7 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
     constexpr int R = FIXED_WIDTH;
     bool pairs = 2 * w.group == WIDTH;
     auto whole = [&](int64_t vectors) { return w.group % (vectors * WIDTH) == 0 && w.k % (8 * vectors * WIDTH) == 0; };
-    int64_t per = whole(4) ? 4 : whole(2) ? 2 : 1;  // vectors at a time
+    int64_t per = in.is_small && whole(4) ? 4 : whole(2) ? 2 : 1;  // vectors at a time
     auto block = pairs      ? fixed_block<R, M, DIGITS, TABLE, true, 1>
                  : per == 4 ? fixed_block<R, M, DIGITS, TABLE, false, 4>
                  : per == 2 ? fixed_block<R, M, DIGITS, TABLE, false, 2>
@@ -192,9 +193,13 @@ void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t row
     int32_t* shifts = shift_scratch.get<int32_t>(rows * w.k / 4);
     int8_t* bytes = byte_scratch.get<int8_t>(rows * DIGITS * w.k);
     float* scale = scale_scratch.get<float>(rows);
-    FixedInput in{bytes, shifts, scale, sums, {}};
+    FixedInput in{bytes, shifts, scale, sums, {}, true};
     int32_t center = w.values ? w.unit_center : w.center;
-    for (int i = 0; w.values && i < 16; i++) in.integers[i] = w.values[i] / w.unit + center;
+    for (int i = 0; w.values && i < 16; i++) {
+        int32_t integer = w.values[i] / w.unit;
+        in.integers[i] = integer + center;
+        in.is_small &= integer >= -15 && integer <= 15;
+    }
     for (int64_t m = 0; m < rows; m++) {
         float unit = fix_row<DIGITS>(x + m * ld, w.k, center, bytes + m * DIGITS * w.k, shifts + m * w.k / 4);
         scale[m] = unit * (w.values ? w.unit : 1);
