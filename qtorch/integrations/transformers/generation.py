@@ -23,7 +23,8 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
 
     The cache has a fixed length, and the step of most models is one graph, which calls kernels without Python; a prompt
     is read as ever. On a CPU, a model whose attention is ``"sdpa"`` gets ``"qtorch"``, see `use_quantized_attention`:
-    torch's repeats the keys for all heads of queries. Another number of sequences, a longer cache or other weights compile anew, when they first occur.
+    torch's repeats the keys for all heads of queries. Another number of sequences, a longer cache or other weights
+    compile anew, when they first occur.
 
     Args:
         model: a model of transformers that generates from ids, quantized or not.
