@@ -60,7 +60,7 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
 
         def enough(given: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             bar.update()
-            return torch.full((len(given),), given.shape[1] > WARM_UP, device=given.device)
+            return torch.full((len(given),), given.shape[1] > WARM_UP, dtype=torch.bool, device=given.device)
 
         run(
             ids, attention_mask=torch.ones_like(ids), max_length=max_length, min_new_tokens=WARM_UP, pad_token_id=0,
@@ -69,6 +69,6 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
     if "_compiled_call" not in vars(model):
         raise ValueError(
             f"compile_generate: transformers does not compile {type(model).__name__}: its cache has no fixed length, "
-            "or a part of it is not in memory; generate() works without"
+            "or a part of it is not in memory; it generates without"
         )
     return settings

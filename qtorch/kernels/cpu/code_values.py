@@ -80,7 +80,7 @@ class CodeValues(NamedTuple):
         """Of a `structs.Weight`."""
         values, stride = address(self.table, torch.float32), self.table.shape[1] if len(self.table) > 1 else 0
         computed = {name: getattr(self, name) for name in ("exponent", "mantissa", "bias", "special", "unit")}
-        computed["unit_center"] = -round(float(self.table.min()) / self.unit) if self.unit else 0
+        computed["unit_center"] = max(0, -round(float(self.table.min()) / self.unit)) if self.unit else 0
         return {"center": 0, "values": values, "values_stride": stride, "values_count": self.length, **computed}
 
 
@@ -176,7 +176,8 @@ def _unit_of(numbers: Tensor) -> float:
     """A power of two, see `CodeValues.unit`."""
     for unit in (1.0, 0.5, 0.25):
         integers = numbers / unit
-        if bool((integers == integers.round()).all()) and float(integers.max() - integers.min()) <= 31:
+        span = float(integers.max().clamp(min=0) - integers.min().clamp(max=0))
+        if bool((integers == integers.round()).all()) and span <= 31:
             return unit
     return 0.0
 
