@@ -1,5 +1,6 @@
-"""Prompts and generated tokens of whole language models on this CPU: transformers with torch and with qtorch's recipes,
-eager and compiled, and llama.cpp. Each engine runs in a process of its own, since threads of some keep spinning.
+"""Prompts and generated tokens of whole language models on this CPU: transformers in floating point and with qtorch's
+recipes, eager and compiled, and llama.cpp. Each engine runs in a process of its own, since threads of some keep
+spinning.
 
 Weights are random; they cost what trained ones cost. A generated token reads every weight but the table of embeddings:
 its bytes times the tokens a second is the share of the memory's read bandwidth, which is measured in the same run.
@@ -30,8 +31,7 @@ import torch
 from torch import nn
 
 import qtorch
-from benchmarks.common import machine, machine_line, save, write_docs
-from qtorch.recipes.base import WeightRecipe
+from benchmarks.common import RECIPES, machine, machine_line, save, write_docs
 
 MODELS: dict[str, dict[str, int]] = {
     "1.1B": {
@@ -45,14 +45,9 @@ MODELS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """Shapes of TinyLlama and SmolLM."""
 
-RECIPES: dict[str, WeightRecipe | None] = {
-    "torch": None,
-    "int8": qtorch.int8_weight_only(),
-    "int4 g128": qtorch.int4_weight_only(group_size=128),
-    "int4 g32": qtorch.int4_weight_only(group_size=32),
-    "W8A8": qtorch.int8_dynamic_activation_int8_weight(),
-    "W4A8 g128": qtorch.int8_dynamic_activation_int4_weight(group_size=128),
-}
+ENGINES = RECIPES | {"W4A8 g128": qtorch.int8_dynamic_activation_int4_weight(group_size=128)}
+"""Of transformers."""
+
 LLAMA = ("F16", "Q8_0", "Q4_0")
 """File types of llama.cpp."""
 
@@ -116,20 +111,20 @@ def weight_bytes(model: nn.Module) -> int:
 
 @torch.no_grad()
 def run(about: Row) -> Row:
-    """The row of one of qtorch's or torch's engines; "compile" is how many seconds that takes."""
+    """The row of an engine in transformers; "compile" is how many seconds that takes."""
     from qtorch.integrations.transformers import compile_generate
 
     torch.set_num_threads(about["threads"])
     model = decoder(about["model"], getattr(torch, about["dtype"]))
-    if (recipe := RECIPES[about["engine"]]) is not None:
+    if (recipe := ENGINES[about["engine"]]) is not None:
         qtorch.quantize_(model, recipe)
         qtorch.kv_cache.use_quantized_attention(model)
     ids = torch.randint(0, MODELS[about["model"]]["vocab_size"], (about["sequences"], PROMPT))
     row, settings = {**about, "bytes": weight_bytes(model)}, {}
     if about["mode"] == "compiled":
-        start = time.perf_counter()
-        settings = compile_generate(model, PROMPT + GENERATED, about["sequences"], progress=False)
-        row["compile"] = time.perf_counter() - start
+        length = PROMPT + GENERATED
+        compiles = lambda: compile_generate(model, length, about["sequences"], progress=False)  # noqa: E731
+        row["compile"] = seconds(lambda: settings.update(compiles()))
 
     def generate(count: int) -> float:
         """Seconds for so many tokens of each sequence, after a prompt of one."""
@@ -262,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--engines", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -19,20 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from benchmarks.common import machine, save, write_docs
+from benchmarks.common import RECIPES, machine, save, write_docs
 from qtorch.recipes.base import WeightRecipe
 
 EXPERTS, HIDDEN, INNER, CHOSEN, LAYERS = 64, 1024, 512, 8, 8
 ROUTINGS = 8
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", "qtorch")
-RECIPES: dict[str, WeightRecipe | None] = {
-    "float": None,
-    "int8": qtorch.int8_weight_only(),
-    "int4 g32": qtorch.int4_weight_only(group_size=32),
-    "int4 g128": qtorch.int4_weight_only(group_size=128),
-    "W8A8": qtorch.int8_dynamic_activation_int8_weight(),
-    "W4A8 g32": qtorch.int8_dynamic_activation_int4_weight(group_size=32),
-}
 PROJECTIONS = r".*experts\.(gate_up|down)_proj|(gate_up|down)_proj"
 
 

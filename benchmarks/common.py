@@ -15,7 +15,20 @@ from typing import Any
 
 import torch
 
+import qtorch
+from qtorch.recipes.base import WeightRecipe
+
 RESULTS = Path(__file__).parent / "results"
+
+RECIPES: dict[str, WeightRecipe | None] = {
+    "float": None,
+    "int8": qtorch.int8_weight_only(),
+    "int4 g32": qtorch.int4_weight_only(group_size=32),
+    "int4 g128": qtorch.int4_weight_only(group_size=128),
+    "W8A8": qtorch.int8_dynamic_activation_int8_weight(),
+    "W4A8 g32": qtorch.int8_dynamic_activation_int4_weight(group_size=32),
+}
+"""Recipes by what tables of whole models call them."""
 
 
 def interleaved_medians(

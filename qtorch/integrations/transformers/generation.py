@@ -53,7 +53,7 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
     config = CompileConfig(fullgraph=False, dynamic=False, mode="default")
     config._compile_all_devices = True  # type: ignore[assignment]
     settings = {"cache_implementation": "static", "compile_config": config}
-    model.__dict__.pop("_compiled_call", None)
+    vars(model).pop("_compiled_call", None)
     run: Any = model.generate
     ids = torch.ones(sequences, 1, dtype=torch.int64, device=model.device)
     with tqdm(total=WARM_UP, desc="compile_generate", unit="token", disable=not progress) as bar:
