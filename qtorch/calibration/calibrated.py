@@ -73,8 +73,16 @@ def round_matrix(
     refine: Sequence[Refinement],
     pruning: Callable[[Tensor], Tensor] | None = None,
 ) -> RoundedMatrix:
-    """Round `weight` (N, K) for inputs with these `moments`; `pruning` is `WeightRecipe.kept` of recipes that prune."""
+    """Round `weight` (N, K) for inputs with these `moments`; `pruning` is `WeightRecipe.kept` of recipes that prune.
+
+    Fewer tokens than inputs leave most of H unknown: then it is damped K / tokens times as much.
+    """
     begun = time.perf_counter()
+    tokens = moments.rows / weight.shape[1]
+    few = max(1.0, 1 / tokens)
+    target, rounding = target and target.damped(few), rounding.damped(few)
+    if scales is not None and tokens < scales.tokens:
+        scales = None
     goal = weight.float()
     moment = moments.mean.to(weight.device)
     if target is not None and isinstance(moments, Moments) and moments.cross is not None:

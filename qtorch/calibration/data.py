@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from torch.utils._pytree import tree_leaves
 from .captures import Use, UseRecorder
 from .statistics import Statistic, Statistics
 
+NO_BATCH = "calibration: there is no batch; it needs at least one batch"
+
+
+class StopForward(Exception):
+    """Ends a forward whose rest is not needed."""
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -24,12 +31,19 @@ class Data:
     mask: Callable[[Any], Tensor] | None = None
 
     def call(self, model: nn.Module, batch: Any) -> Any:
-        """Run `model` on one batch."""
-        if self.forward is not None:
-            return self.forward(model, batch)
-        if isinstance(batch, Mapping):
-            return model(**batch)
-        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        """Run `model` on one batch; an exception says on which."""
+        try:
+            if self.forward is not None:
+                return self.forward(model, batch)
+            if isinstance(batch, Mapping):
+                return model(**batch)
+            return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        except StopForward:
+            raise
+        except Exception as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(f"calibration: the model was called with the batch {_described(batch)}")
+            raise
 
     def mask_of(self, batch: Any) -> Tensor | None:
         """The tokens that count, bool, or None if all do."""
@@ -39,11 +53,44 @@ class Data:
         return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def checked(self) -> list[Any]:
-        """All batches."""
+        """All batches, whose masks fit the ids and leave some token.
+
+        Raises:
+            ValueError: they do not; there is no batch, or an empty one; or `batches` is itself one batch.
+        """
+        if isinstance(self.batches, Tensor | Mapping | str) or not isinstance(self.batches, Iterable):
+            raise ValueError(
+                f"calibration: batches is a list of inputs of the model, got {_described(self.batches)}; write [batch]"
+            )
         batches = list(self.batches)
         if not batches:
-            raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
+            raise ValueError(NO_BATCH)
+        masks = [self.mask_of(batch) for batch in batches]
+        for index, (batch, mask) in enumerate(zip(batches, masks, strict=True)):
+            leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+            wrong = ""
+            if tensors and not any(tensor.numel() for tensor in tensors):
+                wrong = "is empty"
+            elif isinstance(ids, Tensor) and mask is not None and mask.shape != ids.shape:
+                wrong = f"has a mask of shape {tuple(mask.shape)}"
+            if wrong:
+                raise ValueError(f"calibration: batch {index} {wrong}: {_described(batch)}")
+        if all(mask is not None and not mask.any() for mask in masks):
+            raise ValueError("calibration: the masks of all batches are zero everywhere, so no token counts; 1 counts")
         return batches
+
+
+def _described(batch: Any) -> str:
+    """A batch in short: the types and shapes of its tensors."""
+    if isinstance(batch, Tensor):
+        return f"a tensor of {str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{name}: {_described(value)}" for name, value in batch.items()) + "}"
+    if isinstance(batch, tuple | list):
+        return "(" + ", ".join(map(_described, batch)) + ")"
+    return f"{batch!r:.40}"
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -83,7 +130,7 @@ def run_batches(model: nn.Module, data: Data, after_each: Callable[[], None] | N
             if after_each is not None:
                 after_each()
     if not count:
-        raise ValueError("calibrate: there is no batch; calibration needs at least one batch")
+        raise ValueError(NO_BATCH)
     return count
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..recipes.base import Recipe, WeightRecipe
 from .calibrated import CalibratedRecipe
 from .observers import Observer
-from .rounding import AutoRound, Descent, Gptq, Nearest, ScaleRefit, ScaleSearch
+from .rounding import AutoRound, Descent, FloatTarget, Gptq, Nearest, ScaleRefit, ScaleSearch
 from .transforms import Transform
 
 
@@ -73,17 +73,18 @@ def auto(
     transforms: Sequence[Transform] = (),
     strict: bool = False,
 ) -> CalibratedRecipe:
-    """GPTQ against the outputs of the float model, then coordinate descent and scale refits in turn.
+    """GPTQ against the outputs of the float model, then coordinate descent and refitted scales.
 
-    All of it is done with the scales of the recipe and with those of a search, and each row takes the better one.
+    With at least 32 tokens for each input of a layer, all of it is done with the scales of the recipe and with those of
+    a search, and each row takes the better one.
 
     Args:
         learn: `AutoRound()` improves all weights of a block together in the end; it takes several times as long.
         recipe, batches, forward, mask, transforms, strict: see `calibrated`.
     """
-    refine = (Descent(), ScaleRefit(), Descent(), ScaleRefit(), Descent())
     options: dict[str, Any] = {"forward": forward, "mask": mask, "strict": strict, "transforms": transforms}
-    return CalibratedRecipe(recipe, batches, refine=refine, scales=ScaleSearch(), learn=learn, **options)
+    options |= {"target": FloatTarget(damping=0.1), "rounding": Gptq(damping=0.1), "scales": ScaleSearch(tokens=32)}
+    return CalibratedRecipe(recipe, batches, refine=(Descent(), ScaleRefit(), Descent()), learn=learn, **options)
 
 
 def observed(

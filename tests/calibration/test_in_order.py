@@ -1,7 +1,9 @@
 """Calibration in the order of the model: each weight meets the inputs that it will have, and the model stays whole."""
 
 import copy
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from qtorch.calibration.rounding import FloatTarget, Gptq, Grid
 from qtorch.dtypes import AffineQuantizedTensor
 
 INT3 = qtorch.intx_weight_only("int3", group_size=16)
+IDS = torch.ones(2, 3, dtype=torch.long)
 
 
 class Block(nn.Module):
@@ -256,8 +259,69 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
             "take the same data",
         ),
         (lambda: quantize_(Model(1), gptq(INT3, [])), "at least one batch"),
+        (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs .*float32 \(4, 9, 16\); write \["),
+        (lambda: quantize_(Model(1), gptq(INT3, "text")), "a list of inputs of the model, got 'text'"),
+        (lambda: quantize_(Model(1), gptq(INT3, [*batches(), torch.ones(1, 0, 16)])), "batch 3 is empty"),
+        (
+            lambda: quantize_(
+                Model(1), gptq(INT3, [{"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 4)}])
+            ),
+            r"batch 0 has a mask of shape \(2, 4\)",
+        ),
+        (
+            lambda: quantize_(Model(1), gptq(INT3, [{"x": batches()[0], "attention_mask": torch.zeros(4, 9)}])),
+            "no token counts",
+        ),
     ],
 )
 def test_what_cannot_be_calibrated_is_named(call: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
+
+
+class Lookup(Model):
+    """A model that begins with a table of 8 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Embedding(8, 32)  # type: ignore[assignment]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_error_of_the_model_ends_the_calibration_and_names_the_batch() -> None:
+    # An IndexError once was taken for the last batch.
+    data = [torch.zeros(2, 5, dtype=torch.long), torch.full((3, 5), 8), torch.zeros(2, 5, dtype=torch.long)]
+    with pytest.raises(IndexError) as found:
+        quantize_(Lookup(), gptq(INT3, data), lambda module, name: isinstance(module, nn.Linear))
+    assert "a tensor of int64 (3, 5)" in found.value.__notes__[0]
+
+
+@pytest.mark.parametrize("bits", ["uint2", "uint3", "uint4"])
+def test_few_tokens_never_do_harm(bits: str) -> None:
+    recipe = qtorch.uintx_weight_only(bits, group_size=32)
+
+    def inputs(rows: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        mixed = torch.randn(64, 64, generator=torch.Generator().manual_seed(9)) * torch.logspace(0, -1.5, 64)
+        return torch.randn(rows, 64, generator=generator) @ mixed.t() + 0.1 * torch.randn(rows, 64, generator=generator)
+
+    for tokens, most in [(1, 1.02), (4, 1.0), (16, 0.75), (256, 0.3)]:
+        errors = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).requires_grad_(False)
+            x, wanted = inputs(2048, 100 + seed), model(inputs(2048, 100 + seed))
+            error = []
+            for asked in (recipe, gptq(recipe, [inputs(tokens, seed)]), auto(recipe, [inputs(tokens, seed)])):
+                quantized = copy.deepcopy(model)
+                with expected_warning("fewer tokens than they have inputs", asked is not recipe and tokens < 128):
+                    quantize_(quantized, asked)
+                error.append(float((quantized(x) - wanted).square().sum()))
+            errors.append(error)
+        nearest, by_gptq, by_auto = torch.tensor(errors).sum(0).tolist()
+        assert by_auto < most * nearest, (tokens, by_auto / nearest)
+        assert by_auto < by_gptq, (tokens, by_auto / by_gptq)
+
+
+def expected_warning(words: str, expected: bool) -> AbstractContextManager[Any]:
+    return pytest.warns(UserWarning, match=words) if expected else nullcontext()

@@ -63,7 +63,7 @@ def test_every_weight_is_calibrated_or_its_row_says_why(name: str) -> None:
     for row in report.quantized:
         of = row.calibration
         assert of is not None, row.name
-        assert of.method.startswith("scalesearch + gptq"), (row.name, of.method)
+        assert of.method.startswith("gptq + descent"), (row.name, of.method)
         assert of.tokens > 0, row.name
         assert 0 < of.error < of.nearest_error, row.name
     with torch.no_grad():

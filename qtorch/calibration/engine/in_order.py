@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_map
 from ...checkpoint.part_file import Damaged
 from ...model.targets import Target
 from ..captures import Key, Use, UseRecorder, without_padding
-from ..data import Data, eval_mode, tensors_of
+from ..data import Data, StopForward, eval_mode, tensors_of
 from ..statistics import NoInputs, Statistic, Statistics
 from .float_weights import Weights
 from .progress import Progress
-from .streams import Call, StopForward, Stream, needed_outputs
+from .streams import Call, Stream, needed_outputs
 from .trace import Stage, Unit, trace
 
 M = TypeVar("M", bound="tuple[Any, ...]")

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec
 from ...checkpoint.part_file import Damaged, PartFile
 from ...checkpoint.tensor_file import NAMES, TensorFile, checksum
 from ...primitives.files import parse_json
+from ..data import StopForward
 
 _OUTPUTS = "outputs"
 """Metadata key of a file: the structures of the outputs."""
@@ -163,10 +164,6 @@ def _check_storable(value: Any) -> None:
         )
 
 
-class StopForward(Exception):
-    """Ends a forward whose rest is not needed."""
-
-
 class Call(NamedTuple):
     """The arguments of a block."""
 
@@ -281,6 +278,10 @@ class _Calls(Sequence[Call]):
         if not 0 <= batch < len(self):
             raise IndexError(batch)
         return self.stream.call(self.block, batch)
+
+    def __iter__(self) -> Iterator[Call]:
+        # Without this, an IndexError in the model would be the end of the sequence.
+        return (self[batch] for batch in range(len(self)))
 
 
 def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:

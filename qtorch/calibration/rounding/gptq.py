@@ -12,7 +12,7 @@ Source: GPTQ, arXiv 2210.17323, algorithm 1; the order by decreasing diagonal of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ class Gptq(Rounding):
     def __post_init__(self) -> None:
         if self.damping < 0 or self.block_size < 1:
             raise ValueError(f"gptq: damping is 0 or more and block_size 1 or more, got {self}")
+
+    def damped(self, factor: float) -> Gptq:
+        return replace(self, damping=factor * self.damping)
 
     def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
         count = weight.shape[1]
@@ -155,6 +158,10 @@ class FloatTarget:
     def __post_init__(self) -> None:
         if not 0 <= self.strength <= 1 or self.damping < 0:
             raise ValueError(f"float_target: strength lies in [0, 1] and damping is 0 or more, got {self}")
+
+    def damped(self, factor: float) -> FloatTarget:
+        """The same with so many times the damping."""
+        return replace(self, damping=factor * self.damping)
 
     def of(self, weight: Tensor, moment: Tensor, cross: Tensor, residual: Tensor | None = None) -> Tensor:
         """W + strength * (W (G - H) + D) H^-1, (N, K) fp32.

@@ -151,6 +151,10 @@ class Rounding:
         """
         raise NotImplementedError
 
+    def damped(self, factor: float) -> Rounding:
+        """The same with so many times the damping, if it damps."""
+        return self
+
 
 class Refinement:
     """Base class of algorithms that improve a rounded weight; a frozen, JSON-able dataclass. tr(D H D^T) of the result

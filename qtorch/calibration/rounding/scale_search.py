@@ -32,6 +32,7 @@ class ScaleSearch:
         factors: tried in this order; 1 is always tried first.
         importance: weight the error by the mean squares of the inputs.
         compare: choose codes with both scales, and take the better row.
+        tokens: for each input of the layer; with fewer, the scales of the recipe stay.
 
     Raises:
         ValueError: a factor is not positive.
@@ -40,6 +41,7 @@ class ScaleSearch:
     factors: tuple[float, ...] = tuple(1 - 0.7 * step / 40 for step in range(1, 41))
     importance: bool = True
     compare: bool = True
+    tokens: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factors", tuple(self.factors))
