@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from .checkpoint import load_quantized, save_quantized
     from .checkpoint.formats.compressed_tensors import recipes_for_vllm
     from .checkpoint.streaming.quantize_checkpoint import convert_checkpoint, quantize_checkpoint
+    from .checkpoint.streaming.save_gguf import save_gguf
     from .integrations import export, torchao  # noqa: F401
     from .integrations.fusion import fuse_convolutions
     from .model.uses import find_uses
@@ -101,6 +102,7 @@ __all__ = [
     "quantize_checkpoint",
     "recipes_for_vllm",
     "register_weight_kind",
+    "save_gguf",
     "save_quantized",
     "tune_cpu",
 ]
@@ -111,6 +113,7 @@ _ON_USE = {
     "qtorch.checkpoint": ("load_quantized", "save_quantized"),
     "qtorch.checkpoint.formats.compressed_tensors": ("recipes_for_vllm",),
     "qtorch.checkpoint.streaming.quantize_checkpoint": ("convert_checkpoint", "quantize_checkpoint"),
+    "qtorch.checkpoint.streaming.save_gguf": ("save_gguf",),
     "qtorch.integrations": ("export", "torchao"),
     "qtorch.integrations.fusion": ("fuse_convolutions",),
     "qtorch.model.uses": ("find_uses",),

@@ -31,7 +31,8 @@ def save_quantized(
     Args:
         path: name of the file, such as ``model.safetensors``; of a folder for the formats of other packages.
         format: ``"qtorch"``, which keeps everything; or a format of another package, which refuses what it cannot hold:
-            ``"compressed-tensors"``, a folder that vLLM serves (see docs/guides/vllm.md).
+            ``"compressed-tensors"``, a folder that vLLM serves (see docs/guides/vllm.md); ``"gguf"``, a file that
+            llama.cpp runs (see `save_gguf`).
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
 
     Raises:

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -28,6 +28,7 @@ from ..model.install import PreparedModule
 from ..primitives.files import read_json
 from .header import TOKEN
 from .hf_folder import CONFIG
+from .sources import Source
 from .tensor_file import NAMES, places_of, write_tensors
 
 SAVE_FORMATS: dict[str, type[SaveFormat]] = {}
@@ -47,16 +48,23 @@ class SaveFormat(ABC):
     `quantization_config`.
 
     Args:
-        config: contents of the config.json of the model; empty for a model without.
+        config: contents of the config.json of the model; empty for a model without. A format may take further options.
 
     Attributes:
         name: what `save_quantized(format=...)` takes.
+        suffix: of the file that `write` makes, in place of a folder; empty for folders.
     """
 
     name: ClassVar[str]
+    suffix: ClassVar[str] = ""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self.model_config: Mapping[str, Any] = config or {}
+
+    @classmethod
+    def prepare(cls, source: Source, config: Mapping[str, Any]) -> Source:
+        """`source`, with the names that `store` takes."""
+        return source
 
     @abstractmethod
     def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -76,6 +84,11 @@ class SaveFormat(ABC):
         """Metadata of a file with the stored tensors `keys`; by default none."""
         return {}
 
+    def write(self, parts: Sequence[Path], path: Path, folder: Path) -> None:
+        """Write the file of a format with a `suffix`, from the safetensors files with all that was stored; `folder` is
+        that of the model, or of config.json and the tokenizer."""
+        raise NotImplementedError
+
     @abstractmethod
     def progress(self) -> Any:
         """JSON data of what was stored so far, for `resume`."""
@@ -93,12 +106,14 @@ def register_save_format(cls: C) -> C:
     return cls
 
 
-def save_format(name: str, config: Mapping[str, Any] | None = None) -> SaveFormat:
-    """A new checkpoint in the format `name`, for a model with this config.json."""
+def save_format(
+    name: str, config: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None
+) -> SaveFormat:
+    """A new checkpoint in the format `name`, for a model with this config.json, with the options of the format."""
     if name not in SAVE_FORMATS:
         known = ", ".join(repr(known) for known in ["qtorch", *sorted(SAVE_FORMATS)])
         raise ValueError(f"format {name!r} is not known; known are {known}")
-    return SAVE_FORMATS[name](config)
+    return SAVE_FORMATS[name](config, **(options or {}))
 
 
 # What every format asks of the tensors that it saves, and the writing of a file.
@@ -209,17 +224,26 @@ def save_folder(
     format: str,
     *,
     max_shard_size: int,
+    options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a model, or a state dict, in a format of `SAVE_FORMATS`: `save_quantized` for folders."""
+    """Save a model, or a state dict, in a format of `SAVE_FORMATS`: `save_quantized` for folders, and for the files of
+    other packages."""
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
+    suffix = SAVE_FORMATS[format].suffix if format in SAVE_FORMATS else ""
+    if suffix and (folder.suffix != suffix or folder.is_dir()):
+        raise ValueError(f"save_quantized: format {format!r} is a file, such as {folder.name}{suffix}, got {folder}")
+    if not suffix and folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"save_quantized: {folder} is a file; format {format!r} is written to a folder")
     if not folder.absolute().parent.is_dir():
         raise FileNotFoundError(f"save_quantized: there is no folder {folder.absolute().parent}")
     with temporary_beside(folder.absolute()) as temporary:
         config = _write_configs(model_or_state_dict, temporary)
-        made = save_format(format, config)
+        made = save_format(format, config, options)
         _write_tensors(model_or_state_dict, made, temporary, max_shard_size)
+        if suffix:
+            made.write(sorted(temporary.glob("model*.safetensors")), temporary / folder.name, temporary)
+            os.replace(temporary / folder.name, folder)
+            return
         write_json(temporary / CONFIG, {**config, "quantization_config": made.config()})
         with alone_in(folder.absolute().parent):
             _move(temporary, folder)

@@ -8,6 +8,7 @@ DST depends on the format:
                         the default if SRC is a folder with a config.json
   compressed-tensors    a folder that vLLM serves
   qtorch                a safetensors file that qtorch.load_quantized reads
+  gguf                  a file that llama.cpp runs, by recipes such as gguf_q4_0
 
 With --calibrate the codes are chosen by the outputs on texts. SRC is a folder with a tokenizer, and transformers builds
 the model, of which one block at a time is in memory.
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.calibrate is not None:
         recipe = _calibrated(arguments, recipe)
     format = format_of(arguments)
-    default = Path("quantized.safetensors" if format == "qtorch" else "quantized")
+    default = Path({"qtorch": "quantized.safetensors", "gguf": "quantized.gguf"}.get(format, "quantized"))
     report = quantize_checkpoint(
         arguments.src,
         arguments.dst or default,

@@ -74,11 +74,14 @@ class MappingType(enum.Enum):
         SYMMETRIC: zero in the middle; scale = max(-min, max) / ((quant_max - quant_min) / 2).
         SYMMETRIC_NO_CLIPPING_ERR: zero in the middle; scale = max(min / quant_min, max / quant_max), with codes counted
             from that of zero, so that neither end clips although there is one more code below zero than above.
+        SYMMETRIC_SIGNED: zero in the middle; quant_min is the end of larger magnitude, scale = end / quant_min, with
+            codes counted from that of zero: negative if that end is max (Q4_0 and Q5_0 of ggml).
         ASYMMETRIC: min and max map to quant_min and quant_max; scale = (max - min) / (quant_max - quant_min).
     """
 
     SYMMETRIC = "symmetric"
     SYMMETRIC_NO_CLIPPING_ERR = "symmetric_no_clipping_err"
+    SYMMETRIC_SIGNED = "symmetric_signed"
     ASYMMETRIC = "asymmetric"
 
 

@@ -195,6 +195,7 @@ class CodebookSpec:
         iterations: of k-means.
         scale_dtype: dtype of the scales; None is fp32 for rows and tensors, the dtype of the tensor for groups.
         scale_spec: how the scales are quantized (see `double_quant`); None leaves them in floating point.
+        eps: smallest scale, also 0, for tables without 0; None is the smallest normal number of the scale's dtype.
 
     Raises:
         ValueError: the codes are not unsigned integers, the table does not fit them, or `scale_spec` is not allowed.
@@ -206,6 +207,7 @@ class CodebookSpec:
     iterations: int = LLOYD_ITERATIONS
     scale_dtype: torch.dtype | None = None
     scale_spec: QuantSpec | None = None
+    eps: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
@@ -232,17 +234,24 @@ class CodebookSpec:
         """As of `QuantSpec`."""
         return scale_shape(shape, self.block_size(shape))
 
-    def choose_scale(self, input: Tensor) -> Tensor:
-        """The largest magnitude of each block, so that x / scale lies in [-1, 1]; not yet quantized by `scale_spec`.
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The range that x / scale covers."""
+        return (-1.0, 1.0) if self.table is None else (self.table[0], self.table[-1])
 
-        It is at least the smallest normal number of its dtype, also for an all-zero block, and NaN for a block with a
-        NaN or an infinity.
+    def choose_scale(self, input: Tensor) -> Tensor:
+        """The smallest number for which x / scale lies between the `ends`, not yet quantized by `scale_spec`.
+
+        It is at least `eps`, also for an all-zero block, and NaN for a block with a NaN or an infinity.
         """
         check_floating_point("choose_scale", input)
         scale_dtype = self.scale_dtype or (input.dtype if isinstance(self.granularity, PerGroup) else torch.float32)
         low, high = min_max(input, self.block_size(input.shape))
-        info, highest = torch.finfo(scale_dtype), torch.maximum(-low, high)
-        return with_non_finite(highest.clamp(info.tiny, info.max), highest).to(scale_dtype)
+        info = torch.finfo(scale_dtype)
+        first, last = self.ends
+        highest = torch.maximum(low / first if first < 0 else -low, high / last if last > 0 else high)
+        smallest = info.tiny if self.eps is None else self.eps
+        return with_non_finite(highest.clamp(smallest, info.max), highest).to(scale_dtype)
 
     def choose_table(self, input: Tensor, scale: Tensor, importance: Tensor | None = None) -> Tensor:
         """The shared table, fp32, or a table per block, fp16: its values are at most 1, so 11 bits are precise enough.
@@ -341,6 +350,10 @@ class PowerSpec(CodebookSpec):
         super().__post_init__()
         # `super` makes a copy; with one object for all, comparisons of specs are short.
         object.__setattr__(self, "table", table)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        return -1.0, 1.0
 
     def quantize(self, input: Tensor, scale: Tensor, table: Tensor) -> Tensor:
         """Codes of `input`, uint8: the nearest values, of two the one nearer to zero; that of a NaN is undefined.

@@ -95,8 +95,8 @@ def quantize_zero_point(zero_point: Tensor, spec: Numerics) -> dict[str, Tensor]
     low, high = spec.code_range
     groups = _in_groups(zero_point.reshape(-1).float(), spec)
     largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))
-    scale = largest / high
-    step = torch.where(scale == 0, 1.0, scale)
+    scale = (largest / high).to(spec.scale_dtype or torch.float32)
+    step = torch.where(scale == 0, 1.0, scale.float())
     codes = torch.round(groups / step).clamp(low, high).to(spec.dtype.storage)
     return {
         "zero_point": codes.reshape(-1)[: zero_point.numel()].reshape(zero_point.shape),

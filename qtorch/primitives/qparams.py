@@ -89,8 +89,8 @@ def choose_qparams_affine_with_min_max(
         mapping_type: see `MappingType`.
         block_size: accepted for compatibility and ignored; the ranges are per block already.
         target_dtype: defines the range of codes, which `quant_min` and `quant_max` can narrow.
-        eps: smallest scale; by default the smallest normal number of `scale_dtype`, so that an all-zero block has a
-            finite scale and stays exactly zero while small weights keep their precision.
+        eps: smallest scale, also a subnormal one; by default the smallest normal number of `scale_dtype`, so that an
+            all-zero block has a finite scale and stays exactly zero while small weights keep their precision.
         scale_dtype: fp32 by default. The scale is rounded to it before anything is quantized with it;
             `torch.float8_e8m0fnu` gives powers of two (see `_power_of_two_scale`).
         zero_point_dtype: int32 for the INT domain, fp32 for those of real numbers.
@@ -124,6 +124,9 @@ def choose_qparams_affine_with_min_max(
         below = low / (low_code - zero_code) if low_code != zero_code else torch.zeros_like(low)
         above = high / (high_code - zero_code) if high_code != zero_code else torch.zeros_like(high)
         scale = torch.maximum(below, above)
+    elif mapping_type is MappingType.SYMMETRIC_SIGNED:
+        zero_code = 0 if zero_point_domain is ZeroPointDomain.NONE else int(middle)
+        scale = torch.where(high > -low, high, low) / (low_code - zero_code or high_code)
     else:
         steps = float(high_code - low_code)
         scale = (high - low) / steps
@@ -139,7 +142,12 @@ def choose_qparams_affine_with_min_max(
         largest = min(largest, torch.finfo(torch.bfloat16).max / max(-low_code, high_code))
     if scale_dtype is torch.float8_e8m0fnu:
         scale = _power_of_two_scale(scale, low, high, high_code, mapping_type)
-    scale = scale.clamp(min=max(limits.tiny, eps or 0.0), max=largest)
+    # Its reciprocal has to be finite in fp32, too.
+    smallest = limits.tiny if eps is None else max(eps, limits.tiny * limits.eps, torch.finfo(torch.float32).tiny)
+    if mapping_type is MappingType.SYMMETRIC_SIGNED:
+        scale = torch.copysign(scale.abs().clamp(min=smallest, max=largest), scale)
+    else:
+        scale = scale.clamp(min=smallest, max=largest)
     scale = with_non_finite(with_non_finite(scale, low.detach()), high.detach()).to(scale_dtype)
 
     if zero_point_domain is ZeroPointDomain.NONE:
@@ -209,6 +217,8 @@ class Numerics(Protocol):
     def has_zero_point(self) -> bool: ...
     @property
     def scale_spec(self) -> Numerics | None: ...
+    @property
+    def scale_dtype(self) -> torch.dtype | None: ...
     def block_size(self, shape: Sequence[int]) -> Block: ...
     def choose_qparams(self, input: Tensor) -> tuple[Tensor, Tensor | None]: ...
     def choose_qparams_from_range(

@@ -368,6 +368,9 @@ def _fit(spec: Numerics, scale: Tensor, zero_point: Tensor | None, codes: Tensor
     if spec.mapping is MappingType.SYMMETRIC:
         bound = scale * slope * ((high_code - low_code) / 2)
         return -bound, bound
+    if spec.mapping is MappingType.SYMMETRIC_SIGNED:
+        end = scale * slope * (low_code - zero)
+        return end.clamp(max=0), end.clamp(min=0)
     return scale * slope * (low_code - zero), scale * slope * (high_code - zero)
 
 

@@ -38,7 +38,7 @@ class QuantSpec:
         scale_dtype: dtype in which scales are kept; None is fp32 for rows and tensors, the tensor's own dtype for
             groups.
         rounding: `Rounding` of the codes.
-        eps: smallest scale; None is the smallest normal number of the scale's dtype.
+        eps: smallest scale, also a subnormal one; None is the smallest normal number of the scale's dtype.
         quant_min, quant_max: narrower bounds than the type's own (symmetric int8 in [-127, 127]).
         preserve_zero: 0.0 is a code; False needs the FLOAT or OFFSET domain.
         scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs
@@ -76,6 +76,8 @@ class QuantSpec:
         if self.noise is not None and self.rounding is not Rounding.STOCHASTIC:
             raise ValueError("QuantSpec: noise is that of stochastic rounding: rounding=Rounding.STOCHASTIC")
         double_quant.check_scale_spec(self.scale_spec)
+        if self.scale_spec is not None and self.mapping is MappingType.SYMMETRIC_SIGNED:
+            raise ValueError("QuantSpec: scale_spec quantizes positive scales, those of SYMMETRIC_SIGNED have any sign")
         if self.scale_spec is not None and self.has_zero_point and not self.quantizes_zero_points:
             rule = "zero points of the OFFSET domain and a scale_spec of integers of the NONE domain"
             raise ValueError(f"QuantSpec: quantized scales need a mapping without zero points, or {rule}, got {self}")

@@ -9,6 +9,12 @@ from .float8 import Float8DynamicActivationFloat8Weight as float8_dynamic_activa
 from .float8 import Float8DynamicActivationInt4Weight as float8_dynamic_activation_int4_weight
 from .float8 import Float8WeightOnly as float8_weight_only
 from .float8 import FpxWeightOnly as fpx_weight_only
+from .gguf import GgufIQ4_NL as gguf_iq4_nl
+from .gguf import GgufQ4_0 as gguf_q4_0
+from .gguf import GgufQ4_1 as gguf_q4_1
+from .gguf import GgufQ5_0 as gguf_q5_0
+from .gguf import GgufQ5_1 as gguf_q5_1
+from .gguf import GgufQ8_0 as gguf_q8_0
 from .integer import Int4WeightOnly as int4_weight_only
 from .integer import Int8DynamicActivationInt4Weight as int8_dynamic_activation_int4_weight
 from .integer import Int8DynamicActivationInt8Weight as int8_dynamic_activation_int8_weight
@@ -36,6 +42,12 @@ __all__ = [
     "float8_static_activation_float8_weight",
     "float8_weight_only",
     "fpx_weight_only",
+    "gguf_iq4_nl",
+    "gguf_q4_0",
+    "gguf_q4_1",
+    "gguf_q5_0",
+    "gguf_q5_1",
+    "gguf_q8_0",
     "int4_weight_only",
     "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_semi_sparse_weight",

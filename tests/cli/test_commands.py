@@ -255,7 +255,7 @@ def test_bench(llama: Path, command: Command) -> None:
         (("quantize", "SRC", "DST", "--recipe", "int4_weight_only", "--set", "group=3"), 2, "argument 'group'"),
         (("quantize", "SRC", "DST", "--recipe", "int4_weight_only", "--set", "x"), 2, "--set takes NAME=VALUE"),
         (("quantize", "SRC", "DST", "--config", "none.json"), 2, "none.json: no such file"),
-        (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--format", "gguf"), 2, "invalid choice"),
+        (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--format", "ggml"), 2, "invalid choice"),
         (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--max-shard-size", "big"), 2, "not a size"),
         (("quantize", "none", "DST", "--recipe", "int8_weight_only"), 1, "none: no such file"),
         (("quantize", "SRC", "SRC", "--recipe", "int8_weight_only"), 1, "exists; remove it"),

@@ -21,7 +21,7 @@ from ...dtypes import QuantizedTensor, serialize
 from ..header import Header, shard_paths
 from ..hf_folder import CONFIG, INDEX_SUFFIX, read_object
 from ..part_file import PartFile
-from ..save_folder import INDEX, SaveFormat, file_names, save_format, write_index, write_json
+from ..save_folder import INDEX, SAVE_FORMATS, SaveFormat, file_names, save_format, write_index, write_json
 from ..tensor_file import OWN_FORMAT
 
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".vocab", ".bpe", ".merges"})
@@ -184,12 +184,12 @@ class OwnForm(Form):
 class FolderForm(Form):
     """A folder with config.json, weights in a `SaveFormat`, and the other files of the source."""
 
-    def __init__(self, format: str, source: Path, recipe: Any) -> None:
+    def __init__(self, format: str, source: Path, recipe: Any, options: Any = None) -> None:
         self.source = source if source.is_dir() else source.parent
         find_companions(self.source)  # they are refused before anything is written
         config = read_object(self.source / CONFIG) or {}
         self.config = {key: value for key, value in config.items() if key != "quantization_config"}
-        self.format: SaveFormat = save_format(format, self.config)
+        self.format: SaveFormat = save_format(format, self.config, options)
         for name, value in {"recipe": recipe, "names": "checkpoint"}.items():
             if hasattr(self.format, name):
                 setattr(self.format, name, value)
@@ -232,10 +232,25 @@ class FolderForm(Form):
         self.format.resume(progress)
 
 
+class FileForm(FolderForm):
+    """A file that a `SaveFormat` writes when everything is stored."""
+
+    def finish(self, files: Sequence[PartFile], target: Path) -> None:
+        for file in files:
+            self.finish_file(file)
+        new = files[0].path.with_name("new")
+        self.format.write([file.path for file in files], new, self.source)
+        os.replace(new, target)
+
+    def places(self, count: int, target: Path, folder: Path) -> list[Path]:
+        return [folder / file_name(number) for number in range(count)]
+
+
 def form_of(format: str, source: Path, aliases: Mapping[str, str], recipe: Any, arguments: Any) -> Form:
     """The form of a checkpoint in `format`; the names of shards in the own format follow from the arguments."""
     if format != OWN_FORMAT:
-        return FolderForm(format, source, recipe)
+        kind = FileForm if SAVE_FORMATS[format].suffix else FolderForm
+        return kind(format, source, recipe, arguments.get("options"))
     return OwnForm(aliases, hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:8])
 
 

@@ -65,8 +65,8 @@ def quantize_checkpoint(
     Args:
         src: a folder of transformers, a safetensors file, or any checkpoint that `load_quantized` reads. Tensors that
             are quantized already are kept.
-        dst: a new file for the own format, a new folder for the others, which also gets the configuration and the
-            tokenizer of `src`.
+        dst: a new file for the own format and for "gguf", a new folder for the others; all but the own format get the
+            configuration and the tokenizer of `src`.
         recipe: one recipe, or an ordered mapping from names to recipes as for `quantize_`. A linear layer is what has a
             `weight` of two axes; embeddings, the experts of a mixture in one parameter, and which way around a weight
             is stored are told by names and ``config.json`` (see `streaming.assignment`). As by `quantize_`, heads
@@ -74,7 +74,7 @@ def quantize_checkpoint(
             one recipe leaves heads alone, too: ask for them by name, or with ``targets="all"``.
         targets: what the recipe reaches, a word or some as for `quantize_`.
         on_misfit: as for `quantize_`.
-        format: ``"qtorch"``, ``"transformers"`` or ``"compressed-tensors"``, as for `save_quantized`.
+        format: ``"qtorch"``, ``"transformers"``, ``"compressed-tensors"`` or ``"gguf"``, as for `save_quantized`.
         max_shard_size: maximum size of a file in bytes, unless one tensor is larger.
         progress: show a progress bar.
         dry_run: quantize, but write nothing; recipes that calibrate round to nearest then, and the report has an
@@ -98,7 +98,7 @@ def quantize_checkpoint(
     check_are_recipes("quantize_checkpoint", recipe)
     src, dst = Path(src), Path(dst)
     _check_paths("quantize_checkpoint", src, format, dst)
-    with open_any(src) as source:
+    with _open(src, format) as source:
         contents = _contents(source)
         assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
@@ -153,17 +153,27 @@ def convert_checkpoint(
     format: str = OWN_FORMAT,
     max_shard_size: int = 5 * 2**30,
     progress: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint in another format, tensor by tensor: no number changes, and what is quantized stays so.
 
-    Arguments and errors are those of `quantize_checkpoint`.
+    `options` are those of the format, JSON data: of "gguf" the `types`, `requantize` and the folder of the `tokenizer`,
+    as for `save_gguf`. Other arguments, and errors, are those of `quantize_checkpoint`.
     """
     src, dst = Path(src), Path(dst)
     _check_paths("convert_checkpoint", src, format, dst)
-    with open_any(src) as source:
+    with _open(src, format) as source:
         keep: Transform = lambda name, tensor: (tensor, None)  # noqa: E731
-        arguments = {"call": "convert_checkpoint"}
+        arguments: dict[str, Any] = {"call": "convert_checkpoint"}
+        if options:
+            save_format(format, options=options)  # an error before anything is read
+            arguments["options"] = dict(options)
         _rewrite(source, _contents(source), dst, keep, format, max_shard_size, progress, arguments)
+
+
+def _open(src: Path, format: str) -> Source:
+    source = open_any(src)
+    return SAVE_FORMATS[format].prepare(source, model_config(src)) if format in SAVE_FORMATS else source
 
 
 def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
@@ -176,6 +186,8 @@ def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
             f"{function}: the format {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got dst={dst}; "
             f"folders are written by {', '.join(map(repr, sorted(SAVE_FORMATS)))}"
         )
+    if format in SAVE_FORMATS and (suffix := SAVE_FORMATS[format].suffix) and dst.suffix != suffix:
+        raise ValueError(f"{function}: the format {format!r} is a file, such as {dst.name}{suffix}, got dst={dst}")
     if len(os.fsencode(dst.name)) > _MAX_NAME:
         raise ValueError(f"{function}: {dst.name!r:.80} has more than {_MAX_NAME} bytes; files are named after it")
     if not os.path.isdir(dst.absolute().parent):

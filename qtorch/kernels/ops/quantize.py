@@ -114,7 +114,8 @@ def is_int8_rowwise(spec: QuantSpec) -> bool:
 
 def is_absmax_rowwise(spec: QuantSpec) -> bool:
     """Whether a row has one scale, from its largest magnitude, and no zero point."""
-    return spec.mapping is not MappingType.ASYMMETRIC and not spec.has_zero_point and has_default_rows(spec)
+    absmax = spec.mapping not in (MappingType.ASYMMETRIC, MappingType.SYMMETRIC_SIGNED)
+    return absmax and not spec.has_zero_point and has_default_rows(spec)
 
 
 def has_default_rows(spec: QuantSpec) -> bool:

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 import qtorch
-from qtorch.checkpoint.formats.gguf.source import undo_permutation
+from qtorch.checkpoint.formats.gguf.architectures import undo_permutation
 from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
 from qtorch.kernels import record_kernels

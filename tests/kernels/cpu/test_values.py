@@ -111,7 +111,7 @@ def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
 def test_sums_of_the_largest_products(build: str, integers: range) -> None:
     """Sixteen products of integers beyond 15 would not fit into 32 bits."""
     spec = CodebookSpec("uint4", PerGroup(256), tuple(map(float, integers)))
-    weight = LUTQuantizedTensor.from_float(torch.ones(8, 4096), spec)
+    weight = LUTQuantizedTensor.from_float(torch.full((8, 4096), float(integers[-1])), spec)
     weight.qdata.fill_(255)
     exact, x = weight.dequantize(), torch.full((1, 4096), 3.0)
     assert (exact == integers[-1]).all()

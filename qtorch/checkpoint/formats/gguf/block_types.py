@@ -29,6 +29,7 @@ from torch import Tensor
 from ....dtypes.base import quantized_type
 from ....primitives import CodebookSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
 from ....primitives.spec import Scheme
+from ....recipes.gguf import IQ4_TABLE, GgufIQ4_NL
 from ..blocks import weight_only
 
 K = 256
@@ -133,10 +134,6 @@ def _mxfp4(e: Tensor, qs: Tensor) -> Parts:
     return Parts(_items(qs, 4, 16), e.contiguous().view(torch.float8_e8m0fnu))
 
 
-IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The values of the codes of IQ4_NL and IQ4_XS."""
-
-
 class BlockType(NamedTuple):
     """A type of GGUF: elements of a block, sizes of the fields of its bytes, the spec of its tensors, and what decodes
     fields (blocks, size), uint8. Plain numbers have a `dtype` in place of a spec; what cannot be kept has neither."""
@@ -211,11 +208,7 @@ def _with_offset(dtype: str, group: int, scale: torch.dtype | None = _HALF, of_s
     )
 
 
-def _of_table(scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> CodebookSpec:
-    scale_spec = _scaled_codes(of_scale, K // 32) if of_scale else None
-    return CodebookSpec(qdtype("uint4"), PerGroup(32), IQ4_TABLE, scale_dtype=scale, scale_spec=scale_spec)
-
-
+_IQ4_XS = CodebookSpec(qdtype("uint4"), PerGroup(32), IQ4_TABLE, scale_spec=_scaled_codes("int6", K // 32))
 _TERNARY = QuantSpec(qdtype("uint2"), PerGroup(K), MappingType.ASYMMETRIC, scale_dtype=_HALF)
 
 TYPES = {
@@ -237,10 +230,12 @@ TYPES = {
     17: BlockType("IQ2_XS", K, (74,)),
     18: BlockType("IQ3_XXS", K, (98,)),
     19: BlockType("IQ1_S", K, (50,)),
-    20: BlockType("IQ4_NL", 32, (2, 16), _of_table(), lambda d, qs: Parts(_items(qs, 4, 16), _halves(d))),
+    20: BlockType(
+        "IQ4_NL", 32, (2, 16), GgufIQ4_NL().linear_spec().weight, lambda d, qs: Parts(_items(qs, 4, 16), _halves(d))
+    ),
     21: BlockType("IQ3_S", K, (110,)),
     22: BlockType("IQ2_S", K, (82,)),
-    23: BlockType("IQ4_XS", K, (2, 2, K // 64, K // 2), _of_table(None, "int6"), _iq4_xs),
+    23: BlockType("IQ4_XS", K, (2, 2, K // 64, K // 2), _IQ4_XS, _iq4_xs),
     24: BlockType("I8", 1, (1,), dtype=torch.int8),
     25: BlockType("I16", 1, (2,), dtype=torch.int16),
     26: BlockType("I32", 1, (4,), dtype=torch.int32),

@@ -1,0 +1,137 @@
+"""The block types of GGUF as recipes: what they make is written to a file of llama.cpp code for code (`save_gguf`).
+
+    Q8_0                  w = q * d           d = max |w| / 127
+    Q5_0, Q4_0            w = q * d           d = w_max / -16, w_max / -8, w_max the element of largest magnitude
+    Q5_1, Q4_1            w = q * d + m       d = (max w - min w) / 31, / 15,   m = min w
+    IQ4_NL                w = table[q] * d    d the smallest number for which the table covers the block
+
+in blocks of 32 along a row, with d and m in fp16. They are those of `gguf.quants.quantize` bit for bit, but for a w_max
+that occurs with both signs, of which the negative one counts here. Codes are the nearest to what the file stands for;
+ggml chooses them before it rounds d and m, so that some of its codes are one off.
+
+Source: ggml/src/ggml-quants.c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..primitives import (
+    CodebookSpec,
+    LinearSpec,
+    MappingType,
+    MinMaxRule,
+    PerGroup,
+    QuantSpec,
+    ScaleRule,
+    ZeroPointDomain,
+    qdtype,
+)
+from ..primitives.layouts.plain import smallest_layout
+from .base import WeightRecipe, register_recipe
+
+BLOCK = 32
+
+SMALLEST = 2.0**-24
+"""The smallest positive number of fp16."""
+
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The values of the codes of IQ4_NL and IQ4_XS."""
+
+
+@dataclass(frozen=True)
+class _Affine(WeightRecipe):
+    dtype: ClassVar[str]
+    mapping: ClassVar[MappingType]
+    quant_min: ClassVar[int | None] = None
+
+    scale_rule: ScaleRule = MinMaxRule()
+
+    def linear_spec(self) -> LinearSpec:
+        has_offset = self.mapping is MappingType.ASYMMETRIC
+        spec = QuantSpec(
+            qdtype(self.dtype),
+            PerGroup(BLOCK),
+            self.mapping,
+            ZeroPointDomain.OFFSET if has_offset else ZeroPointDomain.NONE,
+            self.scale_rule,
+            scale_dtype=torch.float16,
+            eps=SMALLEST,
+            quant_min=self.quant_min,
+            preserve_zero=not has_offset,
+        )
+        return LinearSpec(spec, layout=smallest_layout(spec.dtype))
+
+
+@register_recipe("gguf_q8_0")
+@dataclass(frozen=True)
+class GgufQ8_0(_Affine):
+    """Weights in Q8_0 of GGUF: int8, 8.5 bits a weight.
+
+    Args:
+        scale_rule: how the range of a block is chosen; with the default, as ggml does.
+    """
+
+    dtype, mapping, quant_min = "int8", MappingType.SYMMETRIC, -127
+
+
+@register_recipe("gguf_q5_0")
+@dataclass(frozen=True)
+class GgufQ5_0(_Affine):
+    """Weights in Q5_0 of GGUF: signed codes of 5 bits, 5.5 bits a weight.
+
+    Args:
+        scale_rule: how the range of a block is chosen; with the default, as ggml does.
+    """
+
+    dtype, mapping = "int5", MappingType.SYMMETRIC_SIGNED
+
+
+@register_recipe("gguf_q5_1")
+@dataclass(frozen=True)
+class GgufQ5_1(_Affine):
+    """Weights in Q5_1 of GGUF: codes of 5 bits and an offset, 6 bits a weight.
+
+    Args:
+        scale_rule: how the range of a block is chosen; with the default, as ggml does.
+    """
+
+    dtype, mapping = "uint5", MappingType.ASYMMETRIC
+
+
+@register_recipe("gguf_q4_0")
+@dataclass(frozen=True)
+class GgufQ4_0(_Affine):
+    """Weights in Q4_0 of GGUF: signed codes of 4 bits, 4.5 bits a weight.
+
+    Args:
+        scale_rule: how the range of a block is chosen; with the default, as ggml does.
+    """
+
+    dtype, mapping = "int4", MappingType.SYMMETRIC_SIGNED
+
+
+@register_recipe("gguf_q4_1")
+@dataclass(frozen=True)
+class GgufQ4_1(_Affine):
+    """Weights in Q4_1 of GGUF: codes of 4 bits and an offset, 5 bits a weight.
+
+    Args:
+        scale_rule: how the range of a block is chosen; with the default, as ggml does.
+    """
+
+    dtype, mapping = "uint4", MappingType.ASYMMETRIC
+
+
+@register_recipe("gguf_iq4_nl")
+@dataclass(frozen=True)
+class GgufIQ4_NL(WeightRecipe):
+    """Weights in IQ4_NL of GGUF: 4-bit codes of a table whose steps grow with the magnitude, 4.5 bits a weight."""
+
+    def linear_spec(self) -> LinearSpec:
+        # The table has no 0, so that only a scale of 0 keeps zeros.
+        spec = CodebookSpec(qdtype("uint4"), PerGroup(BLOCK), IQ4_TABLE, scale_dtype=torch.float16, eps=0.0)
+        return LinearSpec(spec, layout=smallest_layout(spec.dtype))
