@@ -39,9 +39,9 @@ _LEAST = -1e4
 """The score of a token that no merge makes."""
 
 
-def write_vocabulary(writer: Any, folder: Path, size: int) -> None:
-    """Add the tokenizer of `folder` to a `GGUFWriter`, with unused tokens up to `size`; without one, the model takes
-    numbers of tokens only.
+def write_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
+    """Add the tokenizer of `folder` to a `GGUFWriter`, with unused tokens up to the size of the vocabulary of the model,
+    which has this config.json; without a tokenizer, the model takes numbers of tokens only.
 
     Raises:
         ValueError: the tokenizer is of a kind that is not written, or has more tokens than the model.
@@ -51,7 +51,7 @@ def write_vocabulary(writer: Any, folder: Path, size: int) -> None:
         return
     import gguf
 
-    data = read_json(folder / TOKENIZER)
+    data, size = read_json(folder / TOKENIZER), config["vocab_size"]
     model = data["model"]
     is_bytes = model.get("type") == "BPE" and not model.get("byte_fallback")
     if model.get("type") != "BPE":
@@ -66,6 +66,12 @@ def write_vocabulary(writer: Any, folder: Path, size: int) -> None:
             types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if tokens and max(tokens) >= size:
         raise ValueError(f"{folder / TOKENIZER}: it has the token {max(tokens)}, the model has {size} embeddings")
+    special = gguf.SpecialVocab(folder, load_merges=is_bytes, n_vocab=size)
+    for kind in special.special_token_types:
+        if isinstance(number := config.get(f"{kind}_token_id"), int) and 0 <= number < size:
+            special.special_token_ids.setdefault(kind, number)
+    if (unknown := special.special_token_ids.get("unk")) in types and not is_bytes:
+        types[unknown] = UNKNOWN
     writer.add_tokenizer_model("gpt2" if is_bytes else "llama")
     writer.add_tokenizer_pre(_split_of(data, folder) if is_bytes else "default")
     writer.add_token_list([tokens.get(number, f"[PAD{number}]") for number in range(size)])
@@ -73,7 +79,6 @@ def write_vocabulary(writer: Any, folder: Path, size: int) -> None:
     if not is_bytes:
         writer.add_token_scores(_scores(model, tokens, size))
         writer.add_add_space_prefix(any(_prepends(step) for step in _steps(data)))
-    special = gguf.SpecialVocab(folder, load_merges=is_bytes, n_vocab=size)
     # Without the key, llama.cpp would add one for some kinds.
     special.add_special_token.setdefault("bos", False)
     special.add_to_gguf(writer, quiet=True)
