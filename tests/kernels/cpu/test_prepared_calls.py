@@ -340,7 +340,7 @@ NOT_THERE = {
     "a resized storage": (_resized, "has no memory"),
     "of a functional graph": (torch._to_functional_tensor, "has no memory"),
     "fake": (lambda x: FakeTensorMode().from_tensor(x), "has no memory"),
-    "of zeros that are not there": (lambda x: torch._efficientzerotensor(x.shape), "has no memory"),
+    "of zeros that are not there": (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), "has no memory"),
     "a lazy negative": (torch._neg_view, r"is a lazy negative of other memory; write it out with \.resolve_neg\(\)"),
     "of another dtype": (torch.Tensor.bfloat16, r"in torch\.bfloat16 is given to .* that takes torch\.float32"),
 }

@@ -40,8 +40,8 @@ _LEAST = -1e4
 
 
 def write_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Add the tokenizer of `folder` to a `GGUFWriter`, with unused tokens up to the size of the vocabulary of the model,
-    which has this config.json; without a tokenizer, the model takes numbers of tokens only.
+    """Add the tokenizer of `folder` to a `GGUFWriter`, with unused tokens up to the vocabulary of the model, whose
+    config.json this is; without a tokenizer, the model takes numbers of tokens only.
 
     Raises:
         ValueError: the tokenizer is of a kind that is not written, or has more tokens than the model.
