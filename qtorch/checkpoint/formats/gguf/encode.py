@@ -155,6 +155,8 @@ def encode(tensor: QuantizedTensor, name: str) -> Tensor:
     codes, others = tensor.canonical()
     if _numbers(spec) != _numbers(kind.spec) or tuple(codes.shape) != shape:
         raise ValueError(f"{name} has other numbers than {spec}")
+    if not codes.numel():
+        return codes.new_empty(*shape[:-1], row, dtype=torch.uint8)
     parts = _parts(kind, codes, others) if spec.scale_spec else _with_scales(kind, spec, codes, others)
     return torch.cat(ENCODERS[name](parts), 1).reshape(*shape[:-1], row)
 
@@ -201,7 +203,7 @@ def _with_scales(kind: BlockType, spec: Any, codes: Tensor, others: dict[str, Te
     elif "zero_point" in others:
         offset = _halves_of(of_blocks("zero_point"), "offsets")
     low, high = SIGNED.get(kind.name, (0, 2**kind.spec.dtype.bits - 1))  # type: ignore[union-attr]
-    if codes.numel() and (int(codes.min()) < low or int(codes.max()) > high):
+    if int(codes.min()) < low or int(codes.max()) > high:
         raise ValueError(f"its codes reach from {int(codes.min())} to {int(codes.max())}, those of {kind.name} {high}")
     scale = of_blocks("scale")
     if kind.name != "MXFP4":
