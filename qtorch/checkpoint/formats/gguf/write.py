@@ -159,7 +159,7 @@ class GgufFormat(SaveFormat):
             _add_metadata(writer, metadata)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             folder = source if self.tokenizer is None else Path(self.tokenizer)
-            write_vocabulary(writer, folder, self.model_config["vocab_size"])
+            write_vocabulary(writer, folder, self.model_config)
             tensors = derived_tensors(self.model_config)
             for part in parts:
                 file = TensorFile(part)
