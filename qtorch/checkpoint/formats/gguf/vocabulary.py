@@ -40,8 +40,8 @@ _LEAST = -1e4
 
 
 def write_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> None:
-    """Add the tokenizer of `folder` to a `GGUFWriter`, with unused tokens up to the vocabulary of the model, whose
-    config.json this is; without a tokenizer, the model takes numbers of tokens only.
+    """Add the tokenizer of `folder` to a `GGUFWriter`, with unused tokens up to the vocabulary of the model with this
+    config.json; without one, the model takes numbers of tokens only.
 
     Raises:
         ValueError: the tokenizer is of a kind that is not written, or has more tokens than the model.
@@ -51,7 +51,7 @@ def write_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> No
         return
     import gguf
 
-    data, size = read_json(folder / TOKENIZER), config["vocab_size"]
+    size, data = config["vocab_size"], read_json(folder / TOKENIZER)
     model = data["model"]
     is_bytes = model.get("type") == "BPE" and not model.get("byte_fallback")
     if model.get("type") != "BPE":
@@ -79,6 +79,10 @@ def write_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> No
     if not is_bytes:
         writer.add_token_scores(_scores(model, tokens, size))
         writer.add_add_space_prefix(any(_prepends(step) for step in _steps(data)))
+    special = gguf.SpecialVocab(folder, load_merges=is_bytes, n_vocab=size)
+    for kind in special.special_token_types:
+        if isinstance(number := config.get(f"{kind}_token_id"), int):
+            special.special_token_ids.setdefault(kind, number)
     # Without the key, llama.cpp would add one for some kinds.
     special.add_special_token.setdefault("bos", False)
     special.add_to_gguf(writer, quiet=True)
