@@ -165,7 +165,9 @@ def wrong_values(inner: Tensor) -> list[Any]:
 
 def test_every_class_has_a_tensor_here() -> None:
     bases = {QuantizedTensor, MatrixWeight, TrainingWeight}
-    assert {type(weight) for weight in OF_CLASSES.values()} == {*copying._TYPES.values()} - bases
+    # Other tests register classes of their own.
+    known = {kind for kind in copying._TYPES.values() if kind.__module__.startswith("qtorch.")}
+    assert {type(weight) for weight in OF_CLASSES.values()} == known - bases
 
 
 @pytest.mark.parametrize("set_attribute", [set_by_a_caller, set_by_a_file])

@@ -25,7 +25,6 @@ def permuted(weight: Tensor, heads: int) -> Tensor:
 
 
 def config_metadata(config: Any, architecture: str) -> dict[str, Any]:
-    rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta}
     entries = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
@@ -35,7 +34,7 @@ def config_metadata(config: Any, architecture: str) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "vocab_size": config.vocab_size,
-        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+        "rope.freq_base": 10000.0,
     }
     if getattr(config, "head_dim", None):
         entries |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}

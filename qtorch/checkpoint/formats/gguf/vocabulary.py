@@ -66,12 +66,6 @@ def write_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> No
             types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if tokens and max(tokens) >= size:
         raise ValueError(f"{folder / TOKENIZER}: it has the token {max(tokens)}, the model has {size} embeddings")
-    special = gguf.SpecialVocab(folder, load_merges=is_bytes, n_vocab=size)
-    for kind in special.special_token_types:
-        if isinstance(number := config.get(f"{kind}_token_id"), int) and 0 <= number < size:
-            special.special_token_ids.setdefault(kind, number)
-    if (unknown := special.special_token_ids.get("unk")) in types and not is_bytes:
-        types[unknown] = UNKNOWN
     writer.add_tokenizer_model("gpt2" if is_bytes else "llama")
     writer.add_tokenizer_pre(_split_of(data, folder) if is_bytes else "default")
     writer.add_token_list([tokens.get(number, f"[PAD{number}]") for number in range(size)])
