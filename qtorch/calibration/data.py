@@ -67,16 +67,13 @@ class Data:
             raise ValueError(NO_BATCH)
         masks = [self.mask_of(batch) for batch in batches]
         for index, (batch, mask) in enumerate(zip(batches, masks, strict=True)):
-            leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-            wrong = ""
+            tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
             if tensors and not any(tensor.numel() for tensor in tensors):
-                wrong = "is empty"
-            elif isinstance(ids, Tensor) and mask is not None and mask.shape != ids.shape:
-                wrong = f"has a mask of shape {tuple(mask.shape)}"
-            if wrong:
-                raise ValueError(f"calibration: batch {index} {wrong}: {_described(batch)}")
+                raise ValueError(f"calibration: batch {index} is empty: {_described(batch)}")
+            ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+            if isinstance(ids, Tensor) and mask is not None and mask.shape != ids.shape:
+                has = f"has a mask of shape {tuple(mask.shape)}"
+                raise ValueError(f"calibration: batch {index} {has}: {_described(batch)}")
         if all(mask is not None and not mask.any() for mask in masks):
             raise ValueError("calibration: the masks of all batches are zero everywhere, so no token counts; 1 counts")
         return batches
@@ -93,12 +90,17 @@ def _described(batch: Any) -> str:
     return f"{batch!r:.40}"
 
 
+def _leaves(value: Any) -> list[Any]:
+    """What is in a batch or an output, also where it is a mapping that `torch.utils._pytree` does not know."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(value):
+        leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
+    return leaves
+
+
 def tensors_of(output: Any) -> list[Tensor]:
     """The tensors in the output of a model or a block that are in floating point."""
-    leaves: list[Any] = []
-    for leaf in tree_leaves(output):
-        leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in _leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 @contextmanager

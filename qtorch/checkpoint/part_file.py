@@ -234,11 +234,10 @@ class PartFile:
         if self.is_finished:
             finished = TensorFile(place)
             try:
-                found = all(
-                    tensor.name in finished.stored and tensor.is_in(finished._file, finished.stored[tensor.name].start)
-                    for tensor in self.written
+                described = {tensor.name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in self.written}
+                whole = described == {name: (of.dtype, of.shape) for name, of in finished.stored.items()} and all(
+                    tensor.is_in(finished._file, finished.stored[tensor.name].start) for tensor in self.written
                 )
-                whole = found and len(finished.stored) == len(self.written)
             finally:
                 finished.close()
         else:

@@ -229,8 +229,13 @@ class Interruption(Exception):
 
 
 @functools.cache
-def source() -> Path:
-    return save_shards(decoder().state_dict(), _folder() / "float", 3)
+def source(format: str) -> Path:
+    if format != "gguf":
+        return save_shards(decoder().state_dict(), _folder() / "float", 3)
+    from tests.formats.gguf import trained
+
+    model = trained.built("Llama", hidden_size=64, intermediate_size=64, head_dim=16)
+    return trained.save_folder(model, _folder() / "llama")
 
 
 @contextmanager
@@ -253,8 +258,9 @@ def journals_at_once(stop: int | None) -> Iterator[None]:
 
 
 def quantized(format: str, folder: Path) -> None:
-    name = "q.safetensors" if format == "qtorch" else "q"
-    quantize_checkpoint(source(), folder / name, INT4, format=format, max_shard_size=6000)
+    name = {"qtorch": "q.safetensors", "gguf": "q.gguf"}.get(format, "q")
+    recipe = qtorch.gguf_q8_0() if format == "gguf" else INT4
+    quantize_checkpoint(source(format), folder / name, recipe, format=format, max_shard_size=6000)
 
 
 def unfinished(format: str, path: Path) -> None:
@@ -324,7 +330,7 @@ READERS: dict[str, Reader] = {
         f"unfinished {format}": Reader(
             functools.partial(unfinished, format), functools.partial(finish, format), refuses=False
         )
-        for format in ("qtorch", "transformers", "compressed-tensors")
+        for format in ("qtorch", "transformers", "compressed-tensors", "gguf")
     },
     "ways": Reader(ways, read_ways),
 }

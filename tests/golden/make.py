@@ -21,10 +21,12 @@ FOLDER = Path(__file__).parent
 
 GOLDEN: dict[str, Recipe] = {
     "int8_weight_only": qtorch.int8_weight_only(),
-    **{
-        name: getattr(qtorch, name)()
-        for name in ("gguf_q8_0", "gguf_q5_0", "gguf_q5_1", "gguf_q4_0", "gguf_q4_1", "gguf_iq4_nl")
-    },
+    "gguf_q8_0": qtorch.gguf_q8_0(),
+    "gguf_q5_0": qtorch.gguf_q5_0(),
+    "gguf_q5_1": qtorch.gguf_q5_1(),
+    "gguf_q4_0": qtorch.gguf_q4_0(),
+    "gguf_q4_1": qtorch.gguf_q4_1(),
+    "gguf_iq4_nl": qtorch.gguf_iq4_nl(),
     "int8_dynamic_activation_int8_weight": qtorch.int8_dynamic_activation_int8_weight(),
     "int8_dynamic_activation_int4_weight": qtorch.int8_dynamic_activation_int4_weight(),
     "int4_weight_only": qtorch.int4_weight_only(group_size=32),

@@ -133,14 +133,15 @@ def type_of(tensor: QuantizedTensor) -> tuple[str, Tensor]:
         ValueError: it is of none; the message says why it is not of the largest that has such codes.
     """
     spec = tensor.scheme.weight
-    names = sorted(ENCODERS, key=lambda name: BY_NAME[name].spec != spec)
-    error = ValueError(f"no type of GGUF has the numbers of {spec}")
-    for name in names:
-        if _numbers(BY_NAME[name].spec) == _numbers(spec):
-            try:
-                return name, encode(tensor, name)
-            except ValueError as found:
-                error = found
+    names = [name for name in ENCODERS if _numbers(BY_NAME[name].spec) == _numbers(spec)]
+    if not names:
+        raise ValueError(f"no type of GGUF has the numbers of {spec}")
+    plain = tensor.canonical()
+    for name in sorted(names, key=lambda name: BY_NAME[name].spec != spec):
+        try:
+            return name, _blocks(tensor, name, *plain)
+        except ValueError as found:
+            error = found
     raise error
 
 
@@ -150,9 +151,13 @@ def encode(tensor: QuantizedTensor, name: str) -> Tensor:
     Raises:
         ValueError: the tensor is not of this type; the message says why.
     """
+    return _blocks(tensor, name, *tensor.canonical())
+
+
+def _blocks(tensor: QuantizedTensor, name: str, codes: Tensor, others: dict[str, Tensor]) -> Tensor:
+    """`encode` of a tensor with these codes and scales, which take long to unpack."""
     kind, spec, shape = BY_NAME[name], tensor.scheme.weight, tuple(tensor.shape)
     row = kind.row_bytes(shape)
-    codes, others = tensor.canonical()
     if _numbers(spec) != _numbers(kind.spec) or tuple(codes.shape) != shape:
         raise ValueError(f"{name} has other numbers than {spec}")
     if not codes.numel():

@@ -197,9 +197,8 @@ def quantize(tensor: Tensor, name: str) -> tuple[str, Tensor]:
         return name, torch.from_numpy(blocks)
     except NotImplementedError:
         spec: Any = BY_NAME[name].spec
-        if isinstance(
-            spec, QuantSpec
-        ):  # offsets are not positive, and codes of scales divide by the largest of both ends
+        if isinstance(spec, QuantSpec):
+            # Offsets are not positive, and codes of scales divide by the largest of both ends.
             has_offset = spec.mapping is MappingType.ASYMMETRIC
             mapping = spec.mapping if has_offset else MappingType.SYMMETRIC_NO_CLIPPING_ERR
             spec = replace(spec, preserve_zero=True, mapping=mapping)
