@@ -31,7 +31,7 @@ from ..primitives.layouts import Layout, PlainLayout
 from ..primitives.layouts.base import Forms, Plain, check_inner_tensors, check_plain_tensors, check_scheme
 from . import gathering, views
 from .copying import Copied, forms_of, rebuild
-from .dispatch import ATEN, FUNCTIONS, calling_package, run, run_below
+from .dispatch import ATEN, FUNCTIONS, calling_frame, calling_package, run, run_below
 
 __all__ = ["QuantizedTensor", "rebuild"]
 
@@ -41,6 +41,11 @@ _TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
 
 SCALES_OF_SCALES = ("scale_scale", "scale_mean", "zero_point_scale")
 """Inner tensors of a tensor with double quantization; see `primitives.double_quant`."""
+
+_WHOLE = ("__class__", "__dict__", "scheme")
+"""Attributes that are exchanged together, with the inner tensors, or not at all."""
+
+_ABSENT = object()
 
 HINTS = {
     "peft": ". For adapters whose layers were made before the weight was quantized, call "
@@ -108,11 +113,31 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
                 self.requires_grad_()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, which must not hide a method; `_set_obj_state` of torch sets attributes from a file."""
-        if name.startswith("fast_") and not (value is None or callable(value)):
-            raise TypeError(f"{type(self).__name__}.{name} is a function, or None, got a {type(value).__name__}")
-        if name != "__class__" and callable(getattr(type(self), name, None)):
-            raise TypeError(f"{type(self).__name__}.{name} is a method; an attribute of that name would hide it")
+        """Set an attribute: an inner tensor that fits the scheme, or one that the class does not have. torch sets those
+        of a file too (`_set_obj_state`).
+
+        Raises:
+            ValueError: an inner tensor does not fit the scheme.
+            TypeError: the class has an attribute of this name. Those of torch, such as `grad`, can be set all the same,
+                and those that kernels keep, such as `fast_linear`, to None.
+        """
+        known = getattr(type(self), name, _ABSENT)
+        if name in _WHOLE:
+            can_be_set = getattr(calling_frame(), "f_globals", {}).get("__name__") == "torch.utils"  # swap_tensors
+        elif name in self.tensor_names(self.scheme):
+            tensors = {**self.inner_tensors, name: value}
+            if value is not None:
+                check_plain_tensors(tensors)
+                if value.device != self.device:
+                    raise ValueError(f"{name} must be on {self.device}, got one on {value.device}")
+            check_inner_tensors(tensors, forms_of(type(self), self.scheme), self.scheme)
+            can_be_set = True
+        elif known is None:
+            can_be_set = value is None
+        else:
+            can_be_set = known is _ABSENT or (hasattr(type(known), "__set__") and not isinstance(known, property))
+        if not can_be_set:
+            raise TypeError(f"{type(self).__name__}.{name} belongs to the class and cannot be assigned")
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

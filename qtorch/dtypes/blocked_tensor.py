@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives import LinearSpec, granularity
+from ..primitives import LinearSpec, granularity, tracing
 from ..primitives.jsonable import jsonable
 from . import base, dispatch, matrix_weight, ops
 
@@ -142,6 +142,15 @@ class BlockedTensor(matrix_weight.MatrixWeight):
         if tuple(size) != self.scheme.shape:
             raise ValueError(f"a BlockedTensor of shape {self.scheme.shape} has no view of shape {tuple(size)}")
         return self.map_inner(lambda inner: inner)
+
+    @classmethod
+    @tracing.starts_no_graph
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What has such a tensor behind another multiplies with it: that ends below, at operators without one.
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], cls):
+            return super().__torch_function__(func, types, args, kwargs)
+        return dispatch.run_below(cls, func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -126,6 +126,8 @@ def rebuild(
         check_plain_tensors(tensors)
         inner = {name: t.detach() if t is not None and t.requires_grad else t for name, t in tensors.items()}
         result = cls._from_pickled(inner, from_json(files.parse_json(scheme)))
+        if requires_grad and not result.dtype.is_floating_point:
+            raise ValueError(f"a tensor of {result.dtype} has no gradient")
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
             raise ValueError(f"its attributes must be a dict with names, got a {type(state).__name__}")
         if taken := [name for name in state if result._has_own(name)]:

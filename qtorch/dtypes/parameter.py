@@ -67,10 +67,9 @@ def set_data(tensor: QuantizedTensor, data: Any) -> None:
             )
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
-        tensor.scheme = new.scheme
         tensor.fast_linear = tensor.fast_grouped = tensor.fast_conv = tensor.matrices = None
-        for name in new.tensor_names(new.scheme):
-            setattr(tensor, name, getattr(new, name))
+        own = vars(new)
+        vars(tensor).update({name: own[name] for name in ("scheme", *new.tensor_names(new.scheme))})
 
 
 # Errors for direct access to the memory of a quantized tensor, which only its inner tensors have.

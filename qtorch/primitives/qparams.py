@@ -154,7 +154,9 @@ def choose_qparams_affine_with_min_max(
         return scale, None
     if zero_point_domain.is_real:
         zero_point = _real_zero_point(scale.float(), low, low_code, middle, mapping_type, zero_point_domain)
-        return scale, zero_point.to(zero_point_dtype or torch.float32)
+        dtype = zero_point_dtype or torch.float32
+        most = torch.finfo(dtype).max
+        return scale, zero_point.clamp(-most, most).to(dtype)
     if mapping_type is MappingType.ASYMMETRIC:
         zero_point = (low_code - torch.round(low / scale.float())).clamp(low_code, high_code)
     else:

@@ -27,13 +27,6 @@ CHANGES: dict[str, Change] = {
     "set to one element": lambda weight, name, inner: inner.set_(inner.new_zeros(1)),
     "transpose in place": lambda weight, name, inner: inner.t_(),
     "unsqueeze in place": lambda weight, name, inner: inner.unsqueeze_(0),
-    "assign one row": lambda weight, name, inner: setattr(weight, name, inner[:1].clone()),
-    "assign another dtype": lambda weight, name, inner: setattr(
-        weight, name, inner.double() if inner.is_floating_point() else inner.short()
-    ),
-    "assign one on meta": lambda weight, name, inner: setattr(weight, name, inner.to("meta")),
-    "assign text": lambda weight, name, inner: setattr(weight, name, "text"),
-    "assign none": lambda weight, name, inner: setattr(weight, name, None),
     "assign data": lambda weight, name, inner: setattr(inner, "data", inner[:1].clone()),
     "free": lambda weight, name, inner: inner.untyped_storage().resize_(0),
     "assign an equal one": lambda weight, name, inner: setattr(weight, name, inner.clone()),
@@ -44,7 +37,7 @@ CHANGES: dict[str, Change] = {
 SOUND = {"assign an equal one", "assign other numbers", "write other numbers"}
 """After these every operation works, with the new numbers."""
 
-UNREADABLE = {"free", "assign text", "assign none", "assign one on meta"}
+UNREADABLE = {"free"}
 """After these torch's own operators, which say what is right below, cannot be asked: every operation is an error."""
 
 
@@ -117,8 +110,6 @@ def _one(case: Case, weight: QuantizedTensor, operation: Operation) -> str | Non
             return f"{type(error).__name__}: {error}"
         return None if str(error) else f"{type(error).__name__} without a message"
     except Exception as error:
-        if case.change in ("assign text", "assign none"):
-            return None  # Python says it
         return f"{type(error).__name__}: {error}"
     if wanted is None:
         return "it gives numbers, though its tensors have none to give"

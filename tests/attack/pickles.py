@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtorch.dtypes import QuantizedTensor
+from qtorch.dtypes import QuantizedTensor, copying
 from qtorch.dtypes.copying import rebuild
 from tests.attack.battery import battery
 from tests.attack.damage import mutate, text_of
@@ -103,7 +103,8 @@ def one_tensor(arguments: Arguments, pick: random.Random) -> str:
     tensors = arguments[TENSORS]
     name = pick.choice(list(tensors))
     change = pick.choice(TENSOR_CHANGES)
-    tensors[name] = change(tensors[name], pick)
+    changed = change(copying._of_bytes(tensors[name]), pick)
+    tensors[name] = copying._as_bytes(changed) if type(changed) is Tensor else changed
     return f"{name} {change.__name__.strip('_')}"
 
 

@@ -15,6 +15,7 @@ from qtorch.primitives import MappingType, PerRow, PerTensor, PerToken, qdtype
 from qtorch.recipes.base import RECIPES
 from tests import every_recipe
 from tests.attack import training_recipes
+from tests.movement import kinds
 
 N, K = 96, 64
 
@@ -62,6 +63,12 @@ def _dynamic_asymmetric() -> Tensor:
     return AffineQuantizedTensor.from_float(torch.randn(N, K), LinearSpec(QuantSpec(qdtype("int8"), PerRow()), spec))
 
 
+def _of_kind(name: str) -> Tensor:
+    return kinds.BY_NAME[name].make().weight.detach()  # type: ignore[operator,union-attr]
+
+
+OF_KINDS = ("int4, last group padded", "int4, Conv1D of GPT-2", "AdamW8bit, exp_avg_sq", "AdamWFp8, exp_avg")
+
 SOURCES: dict[str, Callable[[], Tensor]] = {
     **{name: functools.partial(_linear, name) for name in [*every_recipe.NAMES, *training_recipes.NAMES]},
     **{f"{name}, a convolution": functools.partial(_convolution, name) for name in every_recipe.NAMES},
@@ -77,6 +84,7 @@ SOURCES: dict[str, Callable[[], Tensor]] = {
     "static, with a zero point": _static_with_zero_point,
     "dynamic, with zero points": _dynamic_asymmetric,
     "qat of an embedding": lambda: _linear("qat of int8_weight_only"),
+    **{name: functools.partial(_of_kind, name) for name in OF_KINDS},
 }
 
 

@@ -1,16 +1,20 @@
 """The inner tensors of a quantized tensor are those that its scheme says; tests/attack changes them later on."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from qtorch.dtypes import QuantizedTensor, base
+from qtorch.dtypes import MatrixWeight, QuantizedTensor, base, copying
 from qtorch.primitives.layouts.base import check_inner_tensors
 from qtorch.recipes.base import WeightRecipe
+from qtorch.training import TrainingWeight
+from tests.attack import battery, pickles
 from tests.every_recipe import NAMES, make
 from tests.movement.holding import through_file
+from tests.movement.kinds import KINDS
 
 RECIPES = [make(name) for name in ("int8_weight_only", "int4_weight_only", "nf4_weight_only")]
 RECIPES += [make("int8_dynamic_activation_int8_weight"), make("int8_dynamic_activation_int4_weight", 32)]
@@ -127,3 +131,78 @@ def test_forms_are_those_of_what_layouts_pack(name: str) -> None:
     weight = make(name, 32).apply(torch.randn(64, 128))
     assert isinstance(weight, QuantizedTensor)
     check_inner_tensors(weight.inner_tensors, type(weight).forms(weight.scheme), weight.scheme)
+
+
+# --- attributes that are set later, by a caller or by the state of a parameter in a pickle ---
+
+
+def _one_of_each() -> dict[str, QuantizedTensor]:
+    """A tensor of each class with each set of inner tensors."""
+    weights = {kind.name: kind.make().weight.detach() for kind in KINDS}  # type: ignore[operator,union-attr]
+    found = {(type(w), *w.inner_tensors): name for name, w in weights.items() if isinstance(w, QuantizedTensor)}
+    return {name: weights[name] for name in found.values()}
+
+
+OF_CLASSES = _one_of_each()
+
+
+def set_by_a_caller(weight: QuantizedTensor, name: str, value: Any) -> QuantizedTensor:
+    setattr(weight, name, value)
+    return weight
+
+
+def set_by_a_file(weight: QuantizedTensor, name: str, value: Any) -> QuantizedTensor:
+    with_state = torch._utils._rebuild_parameter_with_state  # type: ignore[attr-defined]
+    arguments = (weight, False, OrderedDict(), {name: value})
+    return through_file([pickles.Reduced(with_state, arguments)])[0]  # type: ignore[no-any-return]
+
+
+def wrong_values(inner: Tensor) -> list[Any]:
+    other = torch.float64 if inner.dtype != torch.float64 else torch.float32
+    tensors = [inner.to(torch.complex64 if inner.is_floating_point() else other), inner[None], inner.to("meta")]
+    return [None, "text", 0, {}, torch.zeros(0), *tensors, inner.float().to_sparse()]
+
+
+def test_every_class_has_a_tensor_here() -> None:
+    bases = {QuantizedTensor, MatrixWeight, TrainingWeight}
+    # Other tests register classes of their own.
+    known = {kind for kind in copying._TYPES.values() if kind.__module__.startswith("qtorch.")}
+    assert {type(weight) for weight in OF_CLASSES.values()} == known - bases
+
+
+@pytest.mark.parametrize("set_attribute", [set_by_a_caller, set_by_a_file])
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_an_inner_tensor_cannot_be_replaced_by_what_does_not_fit(name: str, set_attribute: Any) -> None:
+    weight = OF_CLASSES[name]
+    before = dict(vars(weight))
+    for inner in (*weight.tensor_names(weight.scheme), "scheme"):
+        present = weight.inner_tensors.get(inner)
+        for value in ["text", torch.ones(1)] if present is None else wrong_values(present):
+            with pytest.raises((ValueError, TypeError), match=inner):
+                set_attribute(weight, inner, value)
+    assert all(vars(weight)[key] is value for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_nothing_of_the_class_can_be_hidden(name: str) -> None:
+    """Attributes of torch can be set to what torch takes, and what kernels keep can be dropped."""
+    for attribute in dir(weight := OF_CLASSES[name]):
+        by_torch = (AttributeError, RuntimeError) if hasattr(Tensor, attribute) else ()
+        for value in ("text", None, {}, dict):
+            try:
+                got = set_by_a_caller(weight.clone(), attribute, value)
+            except (ValueError, TypeError, *by_torch):
+                continue
+            battery.whole(got)
+            assert torch.equal(got.dequantize(), weight.dequantize()), f"{attribute} = {value}"
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_what_fits_can_be_assigned(name: str) -> None:
+    weight = OF_CLASSES[name].clone()
+    other = OF_CLASSES[name].clone()
+    for inner, tensor in other.inner_tensors.items():
+        setattr(weight, inner, tensor.zero_())
+    weight.of_the_user = "text"  # type: ignore[attr-defined]
+    assert torch.equal(weight.dequantize(), other.dequantize())
+    assert through_file([weight])[0].of_the_user == "text"
