@@ -18,7 +18,7 @@ from torch import Tensor
 from ..dtypes.serialize import Entry, from_canonical, scheme_of
 from ..primitives.files import naming
 from ..primitives.spec import Scheme
-from .header import Header
+from .header import HEADER_CHECKSUM, Header
 from .tensor_file import Stored, TensorFile, checksum, pickled_error
 
 SOURCES: list[type[Source]] = []
@@ -197,6 +197,11 @@ class QtorchSource(CanonicalSource):
             for shard in self.files[1:]:
                 shard.close()
             raise
+
+    @property
+    def checksum(self) -> str:
+        """Of the header, which has those of all tensors."""
+        return self.files[0].metadata[HEADER_CHECKSUM]
 
     def close(self) -> None:
         for file in self.files:

@@ -1,6 +1,6 @@
 """Progress: what is left of a calibration that was interrupted.
 
-    <folder>/journal.json                  fingerprint, and what was made in the units that are done
+    <folder>/journal.json                  fingerprint; what was made in the units that are done, checksums of their files
     <folder>/unit-00003.safetensors        the new weights of a unit, in the own format
     <folder>/quantized-00003.safetensors   outputs of a block of the model as quantized so far, and of the float model
     <folder>/float-00003.safetensors       (both: the float stream is never computed anew from quantized blocks)
@@ -18,6 +18,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -35,7 +36,7 @@ from .streams import OnDisk, OutputStore
 M = TypeVar("M")
 R = TypeVar("R")
 
-VERSION = 2
+VERSION = 3
 
 _LOCK = "lock"
 _OURS = re.compile(r"lock|journal\.(json|new)|\.?(unit|quantized|float)-\d{5}[-.].*")
@@ -93,7 +94,7 @@ class Resumable(Progress[M]):
             if others := sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)):
                 raise ValueError(f"resume: {folder} holds other files ({', '.join(others[:4])}); name a new folder")
             try:
-                self.rows = self._read()
+                self.rows, self.checksums = self._read()
             except Damaged as error:
                 self._clear(error)
         except BaseException:
@@ -124,33 +125,36 @@ class Resumable(Progress[M]):
         part_file.say_anew(self.folder, error)
         self._close_sources()
         clear_folder(self.folder, keep=_LOCK)
-        self.rows, self.complete = [], False
+        self.rows, self.checksums, self.complete = [], [], False
 
     @property
     def done(self) -> int:  # type: ignore[override]
         return len(self.rows)
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> tuple[list[dict[str, Any]], list[str | None]]:
+        """For each unit that is done, what was made of its weights, by name, and the checksum of its file."""
         self.complete = False
         journal = read_journal(self._journal)
         if journal is None:
-            return []
+            return [], []
         theirs = journal.get("fingerprint")
         theirs = theirs if isinstance(theirs, dict) else {}
         if journal.get("version") != VERSION or theirs != self.fingerprint:
             if self.anew:
                 clear_folder(self.folder, keep=_LOCK)
-                return []
+                return [], []
             differs = [part for part, text in self.fingerprint.items() if theirs.get(part) != text] or ["format"]
             raise ValueError(
                 f"resume: {self.folder} holds a calibration that differs in its {' and '.join(differs)}; give what it "
                 "was begun with, name a new folder, or remove this one to start anew"
             )
-        rows, complete = journal.get("units"), journal.get("complete")
+        rows, checksums, complete = journal.get("units"), journal.get("checksums"), journal.get("complete")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or type(complete) is not bool:
             raise Damaged(f"{self._journal}: it has no rows of units")
+        if not isinstance(checksums, list) or len(checksums) != len(rows):
+            raise Damaged(f"{self._journal}: it has no checksums of its files")
         self.complete = complete
-        return rows
+        return rows, checksums
 
     def stream(self, name: str) -> OutputStore:
         return OnDisk(self.folder, name)
@@ -170,6 +174,8 @@ class Resumable(Progress[M]):
             if unit not in self._sources:
                 self._sources[unit] = sources.QtorchSource.open(self._path(unit), verify=True, mmap=False)
             source = self._sources[unit]
+            if source.checksum != self.checksums[unit]:
+                raise ValueError(f"{source.path}: it is another file than its journal describes")
             if name not in source.names - source.aliases.keys():
                 raise ValueError(f"{source.path}: it has no {name}")
             return self.decode(source.tensor(name), self.rows[unit][name])
@@ -181,13 +187,17 @@ class Resumable(Progress[M]):
 
     def finish(self, unit: int, units: int, made: Mapping[str, M]) -> dict[str, M]:
         encoded = {name: self.encode(value) for name, value in made.items()}
+        checksum = None
         if encoded:
             save.save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
+            with closing(sources.QtorchSource.open(self._path(unit), verify=False, mmap=False)) as source:
+                checksum = source.checksum
         rows = [*self.rows, {name: row for name, (_, row) in encoded.items()}]
+        checksums = [*self.checksums, checksum]
         self.complete = len(rows) == units
-        journal = {"version": VERSION, "fingerprint": self.fingerprint, "complete": self.complete, "units": rows}
-        write_journal(self._journal, journal)
-        self.rows = rows
+        journal = {"version": VERSION, "fingerprint": self.fingerprint, "complete": self.complete}
+        write_journal(self._journal, {**journal, "units": rows, "checksums": checksums})
+        self.rows, self.checksums = rows, checksums
         # As a process that continues would have it, whatever the form of what was made.
         return self.load(unit)
 
