@@ -1,6 +1,6 @@
 """Progress: what is left of a calibration that was interrupted.
 
-    <folder>/journal.json                  fingerprint; what was made in the units that are done, checksums of their files
+    <folder>/journal.json                  fingerprint; what the units that are done gave, checksums of their files
     <folder>/unit-00003.safetensors        the new weights of a unit, in the own format
     <folder>/quantized-00003.safetensors   outputs of a block of the model as quantized so far, and of the float model
     <folder>/float-00003.safetensors       (both: the float stream is never computed anew from quantized blocks)

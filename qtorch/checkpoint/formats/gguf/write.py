@@ -139,10 +139,11 @@ class GgufFormat(SaveFormat):
         return {"written": self.written, "requantized": self.requantized, "unused": sorted(self.unused)}
 
     def resume(self, progress: Any) -> None:
-        written = dict(progress["written"])
-        if not set(written.values()) <= set(WRITTEN):
+        written, requantized, unused = dict(progress["written"]), progress["requantized"], set(progress["unused"])
+        names = type(requantized) is list and all(type(name) is str for name in requantized)
+        if not names or not set(written.values()) <= set(WRITTEN) or not unused <= self.types.keys():
             raise ValueError(f"not the progress of a {self.name} checkpoint")
-        self.written, self.requantized, self.unused = written, list(progress["requantized"]), set(progress["unused"])
+        self.written, self.requantized, self.unused = written, requantized, unused
 
     def write(self, parts: Sequence[Path], path: Path, source: Path) -> None:
         import gguf
