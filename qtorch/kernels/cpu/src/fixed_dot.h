@@ -38,13 +38,13 @@ struct FixedInput {
 template <int PER, int DIGITS>
 INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[DIGITS][PER], Ints shift) {
 #if defined(HAS_VNNI)
-    Ints sum = {};
-    UNROLL for (int digit = 0; digit < DIGITS; digit++) {
-        if (digit) sum = sum << 8;
-        if (digit == DIGITS - 1) sum -= shift;
-        UNROLL for (int i = 0; i < PER; i++) sum = dot4(sum, codes[i], (Ints)x[digit][i]);
-    }
-    return sum;
+    // A sum for each digit: one for all would wait for itself.
+    Ints sum[DIGITS] = {};
+    sum[DIGITS - 1] -= shift;
+    UNROLL for (int i = 0; i < PER; i++)
+        UNROLL for (int digit = 0; digit < DIGITS; digit++) sum[digit] = dot4(sum[digit], codes[i], (Ints)x[digit][i]);
+    UNROLL for (int digit = 1; digit < DIGITS; digit++) sum[digit] += sum[digit - 1] << 8;
+    return sum[DIGITS - 1];
 #else
     // Eight products of a code below 32 and a byte fit into 16 bits.
     Ints pairs[DIGITS];
@@ -96,9 +96,7 @@ INLINE Floats lane_scales(const float* scale) {
 // Scales and offsets of some rows of the weight, by group, and what the rows are multiplied with.
 struct FixedRows {
     const uint8_t* codes;
-    const float* scale;
-    int64_t scale_ld;     // from one row to the next
-    const float* offset;  // (R, groups), or null
+    const float *scale, *offset;  // (R, groups), or null
 };
 
 // R rows of the weight, PER vectors of a group at a time, or PAIRS of groups in one; result (R, M).
@@ -137,7 +135,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                             c[i] = (Ints)(TABLE ? look_up(in.integers, bytes) : bytes);
                         }
                         Floats sum = to_floats(times_fixed(c, x, shift));
-                        total[r][m] = fma(sum, lane_scales<PAIRS>(scale + r * rows.scale_ld), total[r][m]);
+                        total[r][m] = fma(sum, lane_scales<PAIRS>(scale + r * groups), total[r][m]);
                     }
                 }
             }
@@ -145,11 +143,14 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
             second.pass(COLUMNS);
         }
     }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int m = 0; m < M; m++)
-            result[r * M + m] = sum(total[r][m]) * in.scale[m];
-    for (int i = 0; rows.offset && i < R * M; i++)
-        result[i] += inner(rows.offset + i / M * groups, in.sums + i % M * groups, groups);
+    float sums[R * M];
+    sum_rows(&total[0][0], R * M, sums);
+    UNROLL for (int i = 0; i < R * M; i++) result[i] = sums[i] * in.scale[i % M];
+    if (!rows.offset) return;
+    UNROLL for (int m = 0; m < M; m++) {
+        inner_rows<R>(rows.offset, in.sums + m * groups, groups, sums);
+        UNROLL for (int r = 0; r < R; r++) result[r * M + m] += sums[r];
+    }
 }
 
 template <int M, int DIGITS, bool TABLE>
@@ -162,7 +163,7 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
                  : per == 4 ? fixed_block<R, M, DIGITS, TABLE, false, 4>
                  : per == 2 ? fixed_block<R, M, DIGITS, TABLE, false, 2>
                             : fixed_block<R, M, DIGITS, TABLE, false, 1>;
-    bool converts = w.scale_type != FLOAT32;
+    bool converts = w.scale_type != FLOAT32 || w.scale_stride != w.groups;
     int64_t groups = w.groups, scale_bytes = w.scale_stride * size_of(w.scale_type), steps = w.k / (2 * per * WIDTH);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch scale_scratch;
@@ -172,15 +173,12 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
             // The last block begins earlier, so that it is whole.
             int64_t start = task * R + R <= w.n ? task * R : w.n - R, skip = task * R - start;
             const float* scale = converts ? converted : (const float*)w.scale + w.scale_stride * start;
-            int64_t scale_ld = converts ? groups : w.scale_stride;
-            for (int r = 0; r < R; r++) {
-                if (converts) scales(w, start + r, converted + r * groups);
-                if (offset) offsets(w, start + r, scale + r * scale_ld, offset + r * groups);
-            }
+            if (converts) scales(w, start, converted, R);
+            if (offset) offsets(w, start, scale, offset, R);
             float result[R * M];
             Ahead codes_ahead{w.codes + (task + 1) * R * w.row_bytes, 64};
             Ahead scales_ahead{(const uint8_t*)w.scale + (task + 1) * R * scale_bytes, R * scale_bytes / steps};
-            block(w, {w.codes + start * w.row_bytes, scale, scale_ld, offset}, codes_ahead, scales_ahead, in, result);
+            block(w, {w.codes + start * w.row_bytes, scale, offset}, codes_ahead, scales_ahead, in, result);
             y.write_transposed(M, task * R, R - skip, result + skip * M, M);
         }
     });

@@ -183,10 +183,8 @@ struct AmxBlock {
     alignas(64) float products[32 * 32];
 
     void read_scales(int64_t start, int64_t count) {
-        for (int64_t r = 0; r < count; r++) {
-            scales(w, start + r, scale + r * w.groups);
-            if (x.sums || x.is_bfloat()) offsets(w, start + r, scale + r * w.groups, offset + r * w.groups);
-        }
+        scales(w, start, scale, count);
+        if (x.sums || x.is_bfloat()) offsets(w, start, scale, offset, count);
     }
 
     // A row of the tile from its codes, dequantized: group by group.

@@ -34,6 +34,20 @@ inline float inner(const float* a, const float* b, int64_t length) {
     return sum(total) + rest;
 }
 
+// The same for R rows of a (R, length), at once; bit for bit.
+template <int R>
+INLINE void inner_rows(const float* a, const float* b, int64_t length, float* result) {
+    Floats total[R] = {};
+    float rest[R] = {};
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES)
+        UNROLL for (int r = 0; r < R; r++) total[r] = fma(load<Floats>(a + r * length + i), load<Floats>(b + i), total[r]);
+    for (; i < length; i++)
+        UNROLL for (int r = 0; r < R; r++) rest[r] += a[r * length + i] * b[i];
+    sum_rows(total, R, result);
+    UNROLL for (int r = 0; r < R; r++) result[r] += rest[r];
+}
+
 // Prefetches the memory of the next block, a piece at a time, while this one is multiplied.
 struct Ahead {
     const uint8_t* p;

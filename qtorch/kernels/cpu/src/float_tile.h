@@ -93,10 +93,8 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
         float* c = sum_scratch.get<float>(block * ldc);
         for (int64_t task; (task = tasks.next()) >= 0;) {
             int64_t start = task * block, count = w.n - start < block ? w.n - start : block;
-            for (int64_t r = 0; r < count; r++) {
-                scales(w, start + r, scale + r * w.groups);
-                offsets(w, start + r, scale + r * w.groups, offset + r * w.groups);
-            }
+            scales(w, start, scale, count);
+            offsets(w, start, scale, offset, count);
             for (int64_t k = 0; k < w.k; k += TILE_COLUMNS) {
                 int64_t columns = w.k - k < TILE_COLUMNS ? w.k - k : TILE_COLUMNS;
                 for (int64_t r = 0; r < count; r++) {

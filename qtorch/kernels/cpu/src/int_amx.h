@@ -125,13 +125,11 @@ void multiply_groups(const Weight& w, const Codes& x, const float* x_sums, const
         TileConfig config(step);
         for (int64_t task; (task = tasks.next()) >= 0;) {
             int64_t start = task * 16, count = w.n - start < 16 ? w.n - start : 16;
-            for (int64_t r = 0; r < count; r++) {
-                float *s = scale + r * groups, *z = zero + r * groups;
-                scales(w, start + r, s);
-                if (x_sums) offsets(w, start + r, s, z);
-                if (!ZEROS) continue;
+            scales(w, start, scale, count);
+            if (x_sums) offsets(w, start, scale, zero, count);
+            for (int64_t r = 0; ZEROS && r < count; r++) {
                 zeros(w, start + r, zero_codes);
-                for (int64_t g = 0; g < groups; g++) z[g] = -zero_codes[g];
+                for (int64_t g = 0; g < groups; g++) zero[r * groups + g] = -zero_codes[g];
             }
             // 0 + -0 would not be -0.
             for (int64_t i = 0; i < 16 * lanes; i += LANES) store(c + i, broadcast(-0.0f));

@@ -144,10 +144,8 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
             int64_t start = task * INT_ROWS, count = w.n - start < INT_ROWS ? w.n - start : INT_ROWS;
             bool whole = direct && count == INT_ROWS;
             GroupSums group_sums{total, c, ld, count, scale, zero, groups, panels.sums, lanes, factors.zero, x.zero ? x.rows : -1};
-            for (int64_t r = 0; r < count; r++) {
-                scales(w, start + r, scale + r * groups);
-                zeros(w, start + r, zero + r * groups);
-            }
+            scales(w, start, scale, count);
+            for (int64_t r = 0; r < count; r++) zeros(w, start + r, zero + r * groups);
             // What the sums of the groups are added to; 0 + -0 would not be -0.
             for (int64_t i = 0; i < count * ld; i += LANES) store(c + i, broadcast(-0.0f));
             for (int64_t k = 0; k < w.k;) {

@@ -73,6 +73,7 @@ struct Output {
 
     // The same for rows 0 to `rows`, from values[column * ld + row]. Whole vectors are read where ld has room for them.
     void write_transposed(int64_t rows, int64_t start, int64_t count, const float* values, int64_t ld) const {
+        if (rows == 1 && ld == 1) return write(0, start, count, values);
         if (ld < round_up(rows, LANES)) {
             for (int64_t i = 0; i < count; i++)
                 for (int64_t m = 0; m < rows; m++) write(m, start + i, 1, values + i * ld + m);

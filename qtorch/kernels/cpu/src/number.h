@@ -76,6 +76,7 @@ inline void to_float(const void* from, int64_t type, int64_t count, float* to) {
             for (; i < count; i++) to[i] = ((const int32_t*)from)[i];
             return;
         case INT8:
+            for (; i + LANES <= count; i += LANES) store(to + i, to_floats(widen((const int8_t*)from + i)));
             for (; i < count; i++) to[i] = ((const int8_t*)from)[i];
             return;
         case EXPONENT:
@@ -85,6 +86,7 @@ inline void to_float(const void* from, int64_t type, int64_t count, float* to) {
             }
             return;
         default:
+            for (; i + LANES <= count; i += LANES) store(to + i, to_floats(widen((const uint8_t*)from + i)));
             for (; i < count; i++) to[i] = ((const uint8_t*)from)[i];
     }
 }

@@ -233,6 +233,23 @@ INLINE float sum(Floats a) {
 #endif
 }
 
+// to[i] = sum(rows[i]), bit for bit; four at once where that takes fewer instructions.
+INLINE void sum_rows(const Floats* rows, int count, float* to) {
+    int i = 0;
+#if defined(__AVX512F__)
+    auto quarter = [](Floats a) {
+        __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)a), _mm512_extractf32x8_ps((__m512)a, 1));
+        return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    };
+    auto pairs = [](__m128 a, __m128 b) { return _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a)); };
+    UNROLL for (; i + 4 <= count; i += 4) {
+        __m128 a = pairs(quarter(rows[i]), quarter(rows[i + 1])), b = pairs(quarter(rows[i + 2]), quarter(rows[i + 3]));
+        _mm_storeu_ps(to + i, _mm_add_ps(_mm_shuffle_ps(a, b, 0x88), _mm_shuffle_ps(a, b, 0xdd)));
+    }
+#endif
+    for (; i < count; i++) to[i] = sum(rows[i]);
+}
+
 INLINE float largest(Floats a) {
     float high = a[0];
     for (int i = 1; i < LANES; i++) high = a[i] > high ? a[i] : high;

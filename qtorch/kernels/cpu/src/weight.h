@@ -188,29 +188,40 @@ inline void read_scales(const Weight& w, int64_t at, int64_t count, float* scale
     }
 }
 
-// Scales of row n, one per group.
-inline void scales(const Weight& w, int64_t n, float* scale) { read_scales(w, w.scale_stride * n, w.groups, scale); }
-
-// Zero points of row n, one per group.
-inline void zeros(const Weight& w, int64_t n, float* zero) {
-    int64_t at = w.scale_stride * n;
-    if (!w.zero) {
-        memset(zero, 0, w.groups * sizeof *zero);
-        return;
-    }
-    to_float((const char*)w.zero + at * size_of(w.zero_type), w.zero_type, w.groups, zero);
-    for (int64_t g = 0; w.zero_scale && g < w.groups; g++) zero[g] *= w.zero_scale[(w.first_scale + at + g) / w.scale_group];
+// use(at, count, i): the scales of `rows` rows of the weight, from row n on, are `count` elements from `at` on, and become
+// the result from element i on. Rows that lie one behind the other are one piece.
+template <class Use>
+INLINE void each_piece(const Weight& w, int64_t n, int64_t rows, const Use& use) {
+    int64_t pieces = w.scale_stride == w.groups ? 1 : rows, count = rows / pieces * w.groups;
+    for (int64_t i = 0; i < pieces; i++) use(w.scale_stride * (n + i), count, i * count);
 }
 
-// Offsets of row n, given its scales.
-inline void offsets(const Weight& w, int64_t n, const float* scale, float* offset) {
-    int64_t groups = w.groups;
+// Scales of `rows` rows from row n on, one per group (rows, groups).
+inline void scales(const Weight& w, int64_t n, float* scale, int64_t rows = 1) {
+    each_piece(w, n, rows, [&](int64_t at, int64_t count, int64_t i) { read_scales(w, at, count, scale + i); });
+}
+
+// Zero points of the same rows.
+inline void zeros(const Weight& w, int64_t n, float* zero, int64_t rows = 1) {
+    if (!w.zero) {
+        memset(zero, 0, rows * w.groups * sizeof *zero);
+        return;
+    }
+    each_piece(w, n, rows, [&](int64_t at, int64_t count, int64_t i) {
+        to_float((const char*)w.zero + at * size_of(w.zero_type), w.zero_type, count, zero + i);
+        for (int64_t g = 0; w.zero_scale && g < count; g++) zero[i + g] *= w.zero_scale[(w.first_scale + at + g) / w.scale_group];
+    });
+}
+
+// Offsets of the same rows, given their scales.
+inline void offsets(const Weight& w, int64_t n, const float* scale, float* offset, int64_t rows = 1) {
+    int64_t count = rows * w.groups;
     float shift = w.shift;
-    zeros(w, n, offset);
+    zeros(w, n, offset, rows);
     if (w.zero_is_code)
-        for (int64_t g = 0; g < groups; g++) offset[g] = (shift - offset[g]) * scale[g];
+        for (int64_t g = 0; g < count; g++) offset[g] = (shift - offset[g]) * scale[g];
     else
-        for (int64_t g = 0; g < groups; g++) offset[g] += shift * scale[g];
+        for (int64_t g = 0; g < count; g++) offset[g] += shift * scale[g];
 }
 
 }  // namespace
