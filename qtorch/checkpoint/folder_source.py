@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dtypes.base import quantized_type
+from ..dtypes.matrix_weight import type_of_scheme
 from ..primitives.files import naming
 from ..primitives.spec import Scheme
 from .header import HEADER
@@ -109,7 +109,7 @@ class FolderSource(Source):
         with naming(self.folder.file_of(weight.tensors[0]), name):
             codes, others = weight.read()
             scheme = self.scheme_of(weight, others)
-            return quantized_type(scheme.weight).from_canonical(codes, others, scheme)
+            return type_of_scheme(scheme).from_canonical(codes, others, scheme)
 
     def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
         """The scheme of a weight when these tensors of it have been read."""

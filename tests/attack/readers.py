@@ -37,7 +37,7 @@ from qtorch.kernels.cuda.launch_config import SHIPPED, Table
 from tests.attack import damage
 from tests.calibration import test_resume
 from tests.float_checkpoints import decoder, save_shards
-from tests.formats import test_awq, test_float8, test_gptq, test_hqq, test_torchao
+from tests.formats import test_awq, test_float8, test_gptq, test_hqq, test_mxfp4, test_torchao
 from tests.formats.folders import Layer, plain_tensors, quantized_config, write
 
 SECONDS = 2.0
@@ -103,6 +103,7 @@ WRITTEN: dict[str, tuple[Callable[[], Mapping[str, Tensor]], dict[str, Any]]] = 
     "gptq": (lambda: test_gptq.layer(4, 3), quantized_config("gptq", checkpoint_format="gptq_v2", **GPTQ)),
     "hqq": (lambda: test_hqq.layer(3), quantized_config("hqq")),
     "modelopt": (test_float8.nvfp4, quantized_config("modelopt", BF16, quant_algo="NVFP4")),
+    "mxfp4": (test_mxfp4.layer, quantized_config("mxfp4", BF16)),
 }
 
 
@@ -111,7 +112,10 @@ def others(name: str, path: Path) -> Path:
     return write(path, tensors(), 1, config)
 
 
-SHAPES = {"auto_round": (32, 96), "gptq": (32, 96), "bitsandbytes": (24, 128), "torchao": (24, 64)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    **{"auto_round": (32, 96), "gptq": (32, 96), "bitsandbytes": (24, 128), "torchao": (24, 64)},
+    "mxfp4": test_mxfp4.SHAPE,
+}
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     **{name: functools.partial(others, name) for name in WRITTEN},
     "compressed_tensors": functools.partial(ours, "compressed-tensors"),
@@ -122,7 +126,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
 """By name: what writes a folder with a weight of `SHAPES`. Every registered format but GGUF and the own."""
 
 
-def load(shape: tuple[int, int], path: Path, whole: bool) -> str | None:
+def load(shape: tuple[int, ...], path: Path, whole: bool) -> str | None:
     model = Layer(*shape)
     before = model.layer.weight
     try:
