@@ -37,7 +37,7 @@ from qtorch.kernels.cuda.launch_config import SHIPPED, Table
 from tests.attack import damage
 from tests.calibration import test_resume
 from tests.float_checkpoints import decoder, save_shards
-from tests.formats import test_awq, test_float8, test_gptq, test_hqq, test_mxfp4, test_torchao
+from tests.formats import test_awq, test_bitnet, test_float8, test_gptq, test_hqq, test_mxfp4, test_torchao
 from tests.formats.folders import Layer, plain_tensors, quantized_config, write
 
 SECONDS = 2.0
@@ -98,6 +98,7 @@ WRITTEN: dict[str, tuple[Callable[[], Mapping[str, Tensor]], dict[str, Any]]] = 
         quantized_config("auto-round", packing_format="auto_round:gptqmodel", **GPTQ),
     ),
     "awq": (test_awq.layer, test_awq.config()),
+    "bitnet": (test_bitnet.layer, test_bitnet.config()),
     "bitsandbytes": (bitsandbytes, quantized_config("bitsandbytes", BF16)),
     "deepseek": (deepseek, quantized_config("fp8", BF16, weight_block_size=[16, 32])),
     "gptq": (lambda: test_gptq.layer(4, 3), quantized_config("gptq", checkpoint_format="gptq_v2", **GPTQ)),

@@ -111,7 +111,7 @@ def check(folder: Path, wanted: Tensor, kernel: str, bits: float) -> QuantizedTe
         assert source.names == {"layer.weight", "norm.weight", "norm.bias"}
     # It stays packed, and codes are not all equal.
     assert sum(tensor.nbytes for tensor in weight.inner_tensors.values()) * 8 <= bits * wanted.numel()
-    assert len(wanted.unique()) > 3
+    assert len(wanted.unique()) > 2
 
     model = load_quantized(Layer(*shape), folder)
     x = torch.randn(3, shape[1]).to(wanted.dtype)

@@ -159,6 +159,7 @@ def test_gpt_oss_computes_as_dequantized_by_transformers(tmp_path: Path) -> None
             assert torch.equal(again(IDS).logits, y)
 
 
+@pytest.mark.slow
 def test_adapters_train_on_packed_experts(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = gpt_oss(tmp_path)
