@@ -37,7 +37,16 @@ from qtorch.kernels.cuda.launch_config import SHIPPED, Table
 from tests.attack import damage
 from tests.calibration import test_resume
 from tests.float_checkpoints import decoder, save_shards
-from tests.formats import test_awq, test_bitnet, test_float8, test_gptq, test_hqq, test_mxfp4, test_torchao
+from tests.formats import (
+    test_awq,
+    test_bitnet,
+    test_float8,
+    test_gptq,
+    test_hqq,
+    test_mxfp4,
+    test_torchao,
+    test_torchao_pickle,
+)
 from tests.formats.folders import Layer, plain_tensors, quantized_config, write
 
 SECONDS = 2.0
@@ -122,6 +131,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "compressed_tensors": functools.partial(ours, "compressed-tensors"),
     "floats": lambda path: write(path, Layer(32, 64).state_dict(), 2, {"dtype": "float32"}),
     "torchao": torchao,
+    "torchao_pickle": lambda path: test_torchao_pickle.written(path, test_torchao_pickle.layer(), 2),
     "transformers": functools.partial(ours, "transformers"),
 }
 """By name: what writes a folder with a weight of `SHAPES`. Every registered format but GGUF and the own."""
