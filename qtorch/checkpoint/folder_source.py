@@ -123,10 +123,6 @@ class FolderSource(Source):
         return self.folder.dtype or (scale if scale.itemsize == 2 else torch.bfloat16)
 
 
-QUANTO = "quanto_qmap.json"
-"""What optimum.quanto writes beside the tensors of a model."""
-
-
 @register_source
 class FloatFolder(FolderSource):
     """A folder whose tensors are all plain: a model of transformers that is not quantized."""
@@ -143,11 +139,6 @@ class FloatFolder(FolderSource):
     @classmethod
     def open(cls, path: Path, *, verify: bool = True, mmap: bool = False) -> Source:
         seen = look(path)
-        if seen is not None and (seen.method == "quanto" or QUANTO in seen.files):
-            raise ValueError(
-                f"{path}: weights of quanto, which qtorch does not read; quantize the float checkpoint that they were "
-                "made from: quantize_checkpoint(source, target, int8_weight_only()), for qint4 int4_weight_only()"
-            )
         if seen is not None and seen.method is not None:
             known = sorted(method for kind in SOURCES if issubclass(kind, FolderSource) for method in kind.methods)
             raise ValueError(f"{path / CONFIG}: quant_method is {seen.method!r:.80}; known: {', '.join(known)}")

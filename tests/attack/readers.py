@@ -44,6 +44,7 @@ from tests.formats import (
     test_gptq,
     test_hqq,
     test_mxfp4,
+    test_quanto,
     test_torchao,
     test_torchao_pickle,
 )
@@ -114,6 +115,7 @@ WRITTEN: dict[str, tuple[Callable[[], Mapping[str, Tensor]], dict[str, Any]]] = 
     "hqq": (lambda: test_hqq.layer(3), quantized_config("hqq")),
     "modelopt": (test_float8.nvfp4, quantized_config("modelopt", BF16, quant_algo="NVFP4")),
     "mxfp4": (test_mxfp4.layer, quantized_config("mxfp4", BF16)),
+    "quanto": (test_quanto.layer, quantized_config("quanto", BF16)),
 }
 
 

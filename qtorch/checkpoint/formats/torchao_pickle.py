@@ -63,10 +63,15 @@ class TorchaoPickleSource(TorchaoSource):
         return HFFolder.opened(path, lambda folder: cls(folder, mmap=mmap), root=_root(path), opens=PickledFile)
 
 
+def _rename(entry: Entry, codes: str) -> None:
+    """Let the part `codes` have the name that it has in newer classes."""
+    if codes in entry.tensors:
+        entry.tensors["qdata"] = entry.tensors.pop(codes)
+
+
 def _affine(entry: Entry) -> StoredWeight:
-    entry.tensors["qdata"] = entry.tensors.pop("int_data", "int_data")
-    entry.check("qdata", (torch.int8, torch.uint8), entry.attributes.get("shape") or ())
-    stored = entry.folder.stored[entry.tensors["qdata"]].dtype
+    _rename(entry, "int_data")
+    stored = entry.check("qdata", (torch.int8, torch.uint8), entry.shape("qdata"))
     low, high, domain = (entry.attributes.get(key) for key in ("quant_min", "quant_max", "zero_point_domain"))
     kinds = [f"{'int' if stored is torch.int8 else 'uint'}{bits}" for bits in range(1, 9)]
     if type(low) is type(high) is int:
@@ -85,7 +90,7 @@ def _affine(entry: Entry) -> StoredWeight:
 def _float8(entry: Entry) -> StoredWeight:
     if entry.attributes.get("transposed"):
         raise entry.error("is transposed; save the weight as it is in its layer")
-    entry.tensors["qdata"] = entry.tensors.pop("float8_data", "float8_data")
+    _rename(entry, "float8_data")
     return float8(entry)
 
 
@@ -96,7 +101,7 @@ def _tiled(entry: Entry) -> StoredWeight:
     (rows, columns), group = shape, block[1]
     tiles = entry.shape("packed_weight")
     padded = (tiles[0] * 8, tiles[1] * tiles[3] * 32) if len(tiles) == 4 else (0, 0)
-    if group < 8 or columns % group or padded[1] % group or rows > padded[0] or columns > padded[1]:
+    if group < 8 or columns % group or padded[1] % group or not (0 < rows <= padded[0] and 0 < columns <= padded[1]):
         raise entry.error(f"has the shape {shape!r:.80}, groups of {group} and codes of shape {tiles}")
     entry.check("packed_weight", [torch.int32], (None, None, 32, None))
     dtype = entry.check("scale_and_zero", FLOATS, (padded[1] // group, padded[0], 2))
