@@ -23,15 +23,8 @@ from .tensor_file import NAMES, Stored, TensorFile, nbytes_of
 _MAX_PICKLE = 1 << 26
 """Bytes of a pickle, in which tensors are names alone."""
 
-_STORAGES = {
-    **{
-        "torch.FloatStorage": torch.float32,
-        "torch.HalfStorage": torch.float16,
-        "torch.BFloat16Storage": torch.bfloat16,
-    },
-    **{"torch.DoubleStorage": torch.float64, "torch.LongStorage": torch.int64, "torch.IntStorage": torch.int32},
-    **{"torch.CharStorage": torch.int8, "torch.ByteStorage": torch.uint8, "torch.BoolStorage": torch.bool},
-}
+_OF_STORAGE = {"torch.ByteStorage": "uint8", "torch.CharStorage": "int8"}
+"""Dtypes that are not called as their storages are, such as torch.float of torch.FloatStorage."""
 
 
 class Record(NamedTuple):
@@ -132,7 +125,7 @@ class PickledFile(TensorFile):
         if value.name != _SUBCLASS:
             return self._add_tensor(name, value)
         attributes = {"dtype": _plain(value.args[2][1]), "shape": _plain(value.args[2][2])}
-        for _ in range(_MOST_WRAPPED):
+        for _ in _WRAPPED:
             attributes |= {key: _plain(each) for key, each in value.args[3].items()}
             if not (inner := [each for key, each in value.args[3].items() if key in _WRAPPED]):
                 break
@@ -152,7 +145,8 @@ class PickledFile(TensorFile):
             raise ValueError(f"{name} is a {value.name!r:.80}, not a tensor")
         storage, offset, shape, stride, *more = value.args
         _, kind, key, _, _ = storage.args
-        found = _STORAGES.get(kind.name) or getattr(torch, more[2].name.removeprefix("torch."))
+        text = more[2].name if kind.name == "torch.storage.UntypedStorage" else kind.name
+        found = getattr(torch, _OF_STORAGE.get(text, text.removeprefix("torch.").removesuffix("Storage").lower()))
         sizes = shape.args[0] if isinstance(shape, Record) else shape
         nbytes = nbytes_of(name, NAMES[found], list(sizes))
         dense = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
@@ -174,9 +168,7 @@ _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 """Called with a function, the class, the arguments of the function (class, dtype, shape, ...), and the attributes."""
 
 _WRAPPED = ("original_weight_tensor", "tensor_impl", "layout_tensor")
-"""Attributes that hold a tensor with the codes."""
-
-_MOST_WRAPPED = 3
+"""Attributes that hold a tensor with the codes; no more lie in each other."""
 
 
 def _is_tensor(value: Any) -> bool:
