@@ -149,6 +149,7 @@ DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
     "codes": ({"int_data": torch.zeros(SHAPE)}, "_weight_int_data has shape"),
     "a view": ({"scale": torch.rand(2, OUTPUTS).t()}, "is a view that is not contiguous"),
     "no scale": ({"scale": None}, "has no scale"),
+    "no codes": ({"int_data": None}, "has no qdata"),
     "a factor of the input": ({"around": {"scale": torch.ones(3)}}, "tensors beside its weight"),
 }
 
