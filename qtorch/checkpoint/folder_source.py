@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..dtypes.base import quantized_type
+from ..dtypes.matrix_weight import type_of_scheme
 from ..primitives.files import naming
 from ..primitives.spec import Scheme
 from .header import HEADER
@@ -109,7 +109,7 @@ class FolderSource(Source):
         with naming(self.folder.file_of(weight.tensors[0]), name):
             codes, others = weight.read()
             scheme = self.scheme_of(weight, others)
-            return quantized_type(scheme.weight).from_canonical(codes, others, scheme)
+            return type_of_scheme(scheme).from_canonical(codes, others, scheme)
 
     def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
         """The scheme of a weight when these tensors of it have been read."""
@@ -121,10 +121,6 @@ class FolderSource(Source):
     def dtype_of(self, scale: torch.dtype) -> torch.dtype:
         """Logical dtype of a weight: that of config.json, else that of the scale if it has 16 bits, else bfloat16."""
         return self.folder.dtype or (scale if scale.itemsize == 2 else torch.bfloat16)
-
-
-QUANTO = "quanto_qmap.json"
-"""What optimum.quanto writes beside the tensors of a model."""
 
 
 @register_source
@@ -143,11 +139,6 @@ class FloatFolder(FolderSource):
     @classmethod
     def open(cls, path: Path, *, verify: bool = True, mmap: bool = False) -> Source:
         seen = look(path)
-        if seen is not None and (seen.method == "quanto" or QUANTO in seen.files):
-            raise ValueError(
-                f"{path}: weights of quanto, which qtorch does not read; quantize the float checkpoint that they were "
-                "made from: quantize_checkpoint(source, target, int8_weight_only()), for qint4 int4_weight_only()"
-            )
         if seen is not None and seen.method is not None:
             known = sorted(method for kind in SOURCES if issubclass(kind, FolderSource) for method in kind.methods)
             raise ValueError(f"{path / CONFIG}: quant_method is {seen.method!r:.80}; known: {', '.join(known)}")

@@ -35,18 +35,19 @@ T = TypeVar("T")
 
 class HFFolder:
     """The open files of a folder, with validated headers; a context manager. It is opened by its path, its index, or
-    one safetensors file; `root` is the folder, and `config` the contents of config.json, empty if there is none.
-    `metadata` are those of all files, of which a later one wins; `stored` has dtype, shape and place of every
-    tensor."""
+    one safetensors file, or of another kind by `opens`, which begins with `root`; the attribute `root` is the folder,
+    and `config` the contents of config.json, empty if there is none. `metadata` are those of all files, of which a
+    later one wins; `stored` has dtype, shape and place of every tensor."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, root: Path | None = None, opens: type[TensorFile] = TensorFile) -> None:
         self.path = path
         self.root = path if path.is_dir() else path.parent
         self.config = self.json(CONFIG) or {}
         self.metadata: dict[str, str] = {}
         self.files: list[TensorFile] = []
         self._owners: dict[str, TensorFile] = {}
-        root = find_root(path)
+        self._opens = opens
+        root = root or find_root(path)
         if root is None:
             raise FileNotFoundError(f"{path}: no {SUFFIX} file, or several without an index that names them")
         try:
@@ -60,9 +61,9 @@ class HFFolder:
         self.stored: Mapping[str, Stored] = {name: file.stored[name] for name, file in self._owners.items()}
 
     @classmethod
-    def opened(cls, path: Path, make: Callable[[HFFolder], T]) -> T:
+    def opened(cls, path: Path, make: Callable[[HFFolder], T], **files: Any) -> T:
         """What `make` makes of the open folder, which is closed after an error."""
-        folder = cls(path)
+        folder = cls(path, **files)
         try:
             return make(folder)
         except BaseException:
@@ -124,7 +125,7 @@ class HFFolder:
         return read_object(self.root / name)
 
     def _open(self, path: Path) -> None:
-        file = TensorFile(path)
+        file = self._opens(path)
         self.files.append(file)
         for name in file.stored:
             if name in self._owners:
@@ -146,7 +147,7 @@ class HFFolder:
                 raise ValueError(f"{index}: its shard {shard} is missing") from error
         for name, shard in weight_map.items():
             owner = self._owners.get(name)
-            if owner is None or owner.path.name != shard:
+            if name not in self.metadata and (owner is None or owner.path.name != shard):
                 raise ValueError(f"{index}: {name} is not in {shard}")
 
 

@@ -14,7 +14,6 @@ import json
 import math
 import mmap
 import os
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -224,30 +223,11 @@ def _are_sizes(values: Any) -> bool:
 
 
 def pickled_error(path: Path) -> ValueError:
-    """The error to raise for a file of `torch.save`; nothing is unpickled to say whose tensors it holds."""
-    if _names_torchao(path):
-        return ValueError(
-            f"{path}: a file of torch.save with tensors of torchao, which qtorch reads from safetensors alone: load it "
-            "with torchao and write it by save_pretrained, or by flatten_tensor_state_dict of "
-            "torchao.prototype.safetensors; or quantize the float checkpoint that it was made from"
-        )
+    """The error to raise for a file of `torch.save`."""
     return ValueError(
         f"{path}: a file of torch.save, not of save_quantized; read it by "
         "model.load_state_dict(torch.load(path, weights_only=True), assign=True)"
     )
-
-
-def _names_torchao(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            return bool(names) and b"torchao." in archive.open(names[0]).read(_MAX_PICKLE)
-    except (OSError, ValueError, RuntimeError, NotImplementedError, EOFError, zipfile.BadZipFile, zlib.error):
-        return False
-
-
-_MAX_PICKLE = 1 << 24
-"""Bytes of a pickle that are looked at."""
 
 
 OWN_FORMAT = "qtorch"

@@ -37,7 +37,17 @@ from qtorch.kernels.cuda.launch_config import SHIPPED, Table
 from tests.attack import damage
 from tests.calibration import test_resume
 from tests.float_checkpoints import decoder, save_shards
-from tests.formats import test_awq, test_float8, test_gptq, test_hqq, test_torchao
+from tests.formats import (
+    test_awq,
+    test_bitnet,
+    test_float8,
+    test_gptq,
+    test_hqq,
+    test_mxfp4,
+    test_quanto,
+    test_torchao,
+    test_torchao_pickle,
+)
 from tests.formats.folders import Layer, plain_tensors, quantized_config, write
 
 SECONDS = 2.0
@@ -98,11 +108,14 @@ WRITTEN: dict[str, tuple[Callable[[], Mapping[str, Tensor]], dict[str, Any]]] = 
         quantized_config("auto-round", packing_format="auto_round:gptqmodel", **GPTQ),
     ),
     "awq": (test_awq.layer, test_awq.config()),
+    "bitnet": (test_bitnet.layer, test_bitnet.config()),
     "bitsandbytes": (bitsandbytes, quantized_config("bitsandbytes", BF16)),
     "deepseek": (deepseek, quantized_config("fp8", BF16, weight_block_size=[16, 32])),
     "gptq": (lambda: test_gptq.layer(4, 3), quantized_config("gptq", checkpoint_format="gptq_v2", **GPTQ)),
     "hqq": (lambda: test_hqq.layer(3), quantized_config("hqq")),
     "modelopt": (test_float8.nvfp4, quantized_config("modelopt", BF16, quant_algo="NVFP4")),
+    "mxfp4": (test_mxfp4.layer, quantized_config("mxfp4", BF16)),
+    "quanto": (test_quanto.layer, quantized_config("quanto", BF16)),
 }
 
 
@@ -111,18 +124,22 @@ def others(name: str, path: Path) -> Path:
     return write(path, tensors(), 1, config)
 
 
-SHAPES = {"auto_round": (32, 96), "gptq": (32, 96), "bitsandbytes": (24, 128), "torchao": (24, 64)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    **{"auto_round": (32, 96), "gptq": (32, 96), "bitsandbytes": (24, 128), "torchao": (24, 64)},
+    "mxfp4": test_mxfp4.SHAPE,
+}
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     **{name: functools.partial(others, name) for name in WRITTEN},
     "compressed_tensors": functools.partial(ours, "compressed-tensors"),
     "floats": lambda path: write(path, Layer(32, 64).state_dict(), 2, {"dtype": "float32"}),
     "torchao": torchao,
+    "torchao_pickle": lambda path: test_torchao_pickle.written(path, test_torchao_pickle.layer(), 2),
     "transformers": functools.partial(ours, "transformers"),
 }
 """By name: what writes a folder with a weight of `SHAPES`. Every registered format but GGUF and the own."""
 
 
-def load(shape: tuple[int, int], path: Path, whole: bool) -> str | None:
+def load(shape: tuple[int, ...], path: Path, whole: bool) -> str | None:
     model = Layer(*shape)
     before = model.layer.weight
     try:

@@ -65,14 +65,6 @@ def test_an_unknown_method_is_named(tmp_path: Path) -> None:
     refuses(r"config.json: quant_method is 'eetq'; known: ", lambda: load_quantized(Tied(), tmp_path))
 
 
-def test_folders_of_quanto_are_named(tmp_path: Path) -> None:
-    write(tmp_path, tensors(), config={"quantization_config": {"quant_method": "quanto"}})
-    refuses(r"weights of quanto, .*quantize_checkpoint\(", lambda: load_quantized(Tied(), tmp_path))
-    write(tmp_path, tensors(), config={})
-    (tmp_path / "quanto_qmap.json").write_text('{"body": {"weights": "qint8"}}')
-    refuses(r"weights of quanto, .*quantize_checkpoint\(", lambda: load_quantized(Tied(), tmp_path))
-
-
 def test_a_folder_of_save_quantized_is_named(tmp_path: Path) -> None:
     model = Tied()
     quantize_(model, {"body": int8_weight_only()})

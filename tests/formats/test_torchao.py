@@ -1,8 +1,6 @@
 """torchao's classes, stored as its `flatten_tensor_state_dict` stores them, against plain loops from its formulas."""
 
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +175,7 @@ DAMAGE: dict[str, tuple[str, dict[str, Tensor], dict[str, Any], str]] = {
     "another dtype": ("Int8Tensor", {}, {"dtype": {"_data": "int8"}}, "has the dtype 'int8'"),
     "no dtype": ("Int8Tensor", {}, {"dtype": None}, "has the dtype 'None'"),
     "wide codes": ("IntxUnpackedToInt8Tensor", {"zero_point": torch.zeros(OUTPUTS, 1, dtype=torch.int8)},
-        {"target_dtype": {"_data": "int3"}}, "its codes reach from -8 to 7, those of int3 do not"),
+        {"target_dtype": {"_data": "int3"}}, "qdata reaches from -8 to 7, int3 does not"),
     "another width": ("IntxUnpackedToInt8Tensor", {}, {"target_dtype": "int32"}, "has the target_dtype 'int32'"),
 }  # fmt: skip
 
@@ -195,15 +193,3 @@ def test_damaged_metadata_are_named(text: str, tmp_path: Path) -> None:
     tensors = plain_tensors(INPUTS, torch.bfloat16)
     made = write(tmp_path / "model", tensors, 1, quantized_config("torchao"), {"layer.weight": text})
     refused(made, SHAPE, r"model: the metadata of layer\.weight")
-
-
-def test_pickles_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("torchao.quantization")
-    module.Int8Tensor = type("Int8Tensor", (), {"__module__": module.__name__})
-    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    torch.save({"weight": module.Int8Tensor()}, tmp_path / "pytorch_model.bin")
-    (tmp_path / "config.json").write_text(json.dumps(quantized_config("torchao", "float32")))
-    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
-        with pytest.raises(ValueError, match=r"pytorch_model\.bin: .* tensors of torchao.*safetensors"):
-            load_quantized(Layer(8, 16), path)

@@ -19,13 +19,19 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 
-def float8_weight(source: FolderSource, name: str, scale: str, block: Sequence[int] | None = None) -> StoredWeight:
-    """A weight (..., O, I) of float8 codes. The stored scales are (..., O / block[0], I / block[1]), or (..., O /
-    block[0], 1, I / block[1], 1) for blocks, of which the last one of an axis may be shorter; else a single one, (...,
-    O) or (..., O, 1)."""
+def float8_weight(
+    source: FolderSource,
+    name: str,
+    scale: str,
+    block: Sequence[int] | None = None,
+    kinds: Sequence[torch.dtype] = FLOAT8,
+) -> StoredWeight:
+    """A weight (..., O, I) of float8 codes, or of other `kinds`. The stored scales are (..., O / block[0], I /
+    block[1]), or (..., O / block[0], 1, I / block[1], 1) for blocks, of which the last one of an axis may be shorter;
+    else a single one, (..., O) or (..., O, 1)."""
     folder = source.folder
     ndim = len(folder.stored[name].shape) if name in folder.stored else 2
-    check_stored(folder, name, FLOAT8, [None] * max(ndim, 2))
+    check_stored(folder, name, kinds, [None] * max(ndim, 2))
     codes, stored = folder.stored[name], folder.stored[scale].shape if scale in folder.stored else ()
     shape = codes.shape
     if block is None:

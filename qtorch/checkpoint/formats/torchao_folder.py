@@ -15,8 +15,8 @@ torchao 0.18 `prototype/safetensors/`, `quantization/quantize_/workflows/`, `pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,7 @@ from .blocks import FLOATS, Cut, check_stored, symmetric_spec, unpack_nibbles, w
 from .float8_blocks import FLOAT8
 from .modelopt import nvfp4_parts
 
+INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 _NAMES = "tensor_names"
 _PLAIN = "Tensor"
 _MX_ELEMENTS = {"float8_e4m3fn": None, "float8_e5m2": None, "float4_e2m1fn_x2": "float4_e2m1"}
@@ -47,6 +48,7 @@ class Entry:
         parent, _, last = name.rpartition(".")
         prefix = f"{parent}._{last}_" if parent else f"_{last}_"
         self.tensors = {key.removeprefix(prefix): key for key in folder.stored if key.startswith(prefix)}
+        self.stored = tuple(self.tensors.values())
 
     def error(self, why: str) -> ValueError:
         return ValueError(f"{self.folder.path}: {self.name}, a {self.kind} of torchao, {why}")
@@ -85,10 +87,16 @@ class Entry:
         granularity = granularity_of([-1 if b == n else b for n, b in zip(shape, block, strict=True)])
         return granularity, tuple(n // b for n, b in zip(shape, block, strict=True))
 
+    def of_blocks(self, part: str, dtypes: Sequence[torch.dtype], blocks: tuple[int, ...]) -> torch.dtype:
+        """The dtype of a part with a number for each block, as `check`; axes with one block may be missing."""
+        stored = self.shape(part)
+        fits = [size for size in stored if size != 1] == [size for size in blocks if size != 1]
+        return self.check(part, dtypes, stored if fits else blocks)
+
     def weight(
         self, spec: QuantSpec, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Parts]
     ) -> StoredWeight:
-        return StoredWeight(tuple(self.tensors.values()), weight_only(spec, shape, dtype), read)
+        return StoredWeight(self.stored, weight_only(spec, shape, dtype), read)
 
 
 @register_source
@@ -96,7 +104,8 @@ class TorchaoSource(FolderSource):
     """A folder or file of torchao's tensors."""
 
     format = "torchao"
-    methods = ("torchao",)
+    methods: ClassVar[tuple[str, ...]] = ("torchao",)
+    classes: ClassVar[Mapping[str, Callable[[Entry], StoredWeight]]] = {}
 
     @classmethod
     def matches(cls, seen: Seen) -> bool:
@@ -119,40 +128,50 @@ class TorchaoSource(FolderSource):
         return Entry(self.folder, name, kind, attributes)
 
     def _weight(self, entry: Entry) -> StoredWeight:
-        if entry.kind not in _CLASSES:
+        if entry.kind not in self.classes:
             raise entry.error(
-                f"is not read; known: {', '.join(_CLASSES)}. Int4TilePackedTo4dTensor and its like keep codes in the "
-                "order of a device: dequantize them there, or quantize the original model"
+                f"is not read; known: {', '.join(self.classes)}. Int4TilePackedTo4dTensor and its like keep codes in "
+                "the order of a device: dequantize them there, or quantize the original model"
             )
         if "act_pre_scale" in entry.tensors:
             raise entry.error("scales the input of its layer (act_pre_scale), which has no place in the model")
         if entry.attributes.get("is_swizzled_scales"):
             raise entry.error("has scales in the order of a device (is_swizzled_scales); quantize the original model")
-        return _CLASSES[entry.kind](entry)
+        return self.classes[entry.kind](entry)
 
 
 def _integers(entry: Entry) -> StoredWeight:
-    kind = "int8" if entry.kind == "Int8Tensor" else entry.named("target_dtype")
-    if kind not in [f"int{bits}" for bits in range(1, 9)]:
+    return integers(entry, "int8" if entry.kind == "Int8Tensor" else entry.named("target_dtype"))
+
+
+def integers(entry: Entry, kind: str, stored: torch.dtype = torch.int8) -> StoredWeight:
+    """Codes of `kind`, a byte each, with scales, and zero points that are codes or real numbers, if any."""
+    if kind not in [f"{sign}{bits}" for sign in ("int", "uint") for bits in range(1, 9)]:
         raise entry.error(f"has the target_dtype {kind!r:.40}")
     shape = entry.shape("qdata")
-    entry.check("qdata", [torch.int8], shape)
+    entry.check("qdata", [stored], shape)
     granularity, blocks = entry.blocks(shape)
-    scale_dtype = entry.check("scale", FLOATS, blocks)
+    scale_dtype = entry.of_blocks("scale", FLOATS, blocks)
     if "zero_point" in entry.tensors:
-        of_codes = entry.check("zero_point", (torch.int8, *FLOATS), blocks) is torch.int8
+        of_codes = entry.of_blocks("zero_point", (*INTEGERS, *FLOATS), blocks) in INTEGERS
         domain = ZeroPointDomain.INT if of_codes else ZeroPointDomain.FRACTIONAL
         spec = QuantSpec(qdtype(kind), granularity, MappingType.ASYMMETRIC, domain, scale_dtype=scale_dtype)
     else:
         spec = symmetric_spec(kind, granularity, scale_dtype)
 
     def read() -> Parts:
-        codes = entry.folder.read(entry.tensors["qdata"])
+        found = {part: entry.folder.read(name) for part, name in entry.tensors.items()}
         low, high = spec.code_range
-        if codes.numel() and not low <= int(codes.min()) <= int(codes.max()) <= high:
-            raise ValueError(f"its codes reach from {int(codes.min())} to {int(codes.max())}, those of {kind} do not")
-        parts = [part for part in ("scale", "zero_point") if part in entry.tensors]
-        return codes, {part: entry.folder.read(entry.tensors[part]) for part in parts}
+        for part, values in found.items():
+            if (
+                values.dtype in INTEGERS
+                and values.numel()
+                and not low <= int(values.min()) <= int(values.max()) <= high
+            ):
+                raise ValueError(f"{part} reaches from {int(values.min())} to {int(values.max())}, {kind} does not")
+        if "zero_point" in found and found["zero_point"].dtype in INTEGERS:
+            found["zero_point"] = found["zero_point"].to(stored)
+        return found.pop("qdata"), {part: values.reshape(blocks) for part, values in found.items()}
 
     return entry.weight(spec, shape, entry.dtype(), read)
 
@@ -183,12 +202,12 @@ def _int4(entry: Entry) -> StoredWeight:
     return entry.weight(spec, shape, dtype, read)
 
 
-def _float8(entry: Entry) -> StoredWeight:
+def float8(entry: Entry) -> StoredWeight:
+    """Float8Tensor."""
     shape = entry.shape("qdata")
     kind = entry.check("qdata", FLOAT8, shape)
     granularity, blocks = entry.blocks(shape)
-    is_single = set(blocks) <= {1} and set(entry.shape("scale")) <= {1}
-    scale_dtype = entry.check("scale", FLOATS, entry.shape("scale") if is_single else blocks)
+    scale_dtype = entry.of_blocks("scale", FLOATS, blocks)
     spec = symmetric_spec(kind, granularity, scale_dtype)
 
     def read() -> Parts:
@@ -235,11 +254,11 @@ def _nvfp4(entry: Entry) -> StoredWeight:
     return entry.weight(nvfp4_spec(), (*outer, 2 * half), entry.dtype("orig_dtype"), read)
 
 
-_CLASSES: dict[str, Callable[[Entry], StoredWeight]] = {
+TorchaoSource.classes = {
     "Int8Tensor": _integers,
     "IntxUnpackedToInt8Tensor": _integers,
     "Int4Tensor": _int4,
-    "Float8Tensor": _float8,
+    "Float8Tensor": float8,
     "MXTensor": _mx,
     "NVFP4Tensor": _nvfp4,
 }

@@ -28,7 +28,7 @@ SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", "
 """Names of files that are copied end in one of these; weights, pictures and the card of the model do not."""
 
 CONFIGS_OF_QUANTIZATION = frozenset(
-    {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "qmodel.json"}
+    {"quantize_config.json", "quant_config.json", "hf_quant_config.json", "qmodel.json", "quanto_qmap.json"}
 )
 """What says how the weights of the source are quantized, which the written ones are not."""
 

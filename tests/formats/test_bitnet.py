@@ -1,0 +1,172 @@
+"""BitNet of transformers: against plain loops, and against its layers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qtorch
+from qtorch import load_quantized, quantize_
+from qtorch.checkpoint.streaming.quantize_checkpoint import convert_checkpoint
+from qtorch.dtypes import QuantizedTensor
+from qtorch.training import bitnet_training, convert
+from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
+
+SHAPE = OUTPUTS, INPUTS = 32, 64
+PACKED = {"linear_class": "bitlinear"}
+FLOATS = {"linear_class": "autobitlinear"}
+
+
+def layer(dtype: torch.dtype = torch.uint8, scale: float = 0.37) -> dict[str, Tensor]:
+    """Random codes, packed or as floats."""
+    digits = torch.randint(0, 3, (OUTPUTS // 4, 4, INPUTS))
+    packed = (digits * torch.tensor([1, 4, 16, 64]).reshape(1, 4, 1)).sum(1).to(torch.uint8)
+    weight = packed if dtype is torch.uint8 else torch.randint(-1, 2, SHAPE).to(dtype)
+    of_layer = {"layer.weight": weight, "layer.weight_scale": torch.tensor([scale]).bfloat16()}
+    return {**of_layer, **plain_tensors(INPUTS, torch.bfloat16)}
+
+
+def config(**settings: Any) -> dict[str, Any]:
+    return quantized_config("bitnet", "bfloat16", **settings)
+
+
+def decoded(tensors: dict[str, Tensor], divides: bool) -> Tensor:
+    stored, scale = tensors["layer.weight"].tolist(), tensors["layer.weight_scale"].float().item()
+    rows = stored
+    if tensors["layer.weight"].dtype is torch.uint8:
+        rows = [[float((byte >> 2 * part & 3) - 1) for byte in row] for part in range(4) for row in stored]
+    factor = torch.tensor(1 / scale).item() if divides else scale
+    return to_dtype([[code * factor for code in row] for row in rows], torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, PACKED, FLOATS])
+def test_layers(settings: dict[str, str], dtype: torch.dtype, tmp_path: Path) -> None:
+    """transformers saves packed weights of BitLinear, and floats of AutoBitLinear, which it also reads packed."""
+    tensors = layer(dtype)
+    folder = write(tmp_path / "model", tensors, 2, config(**settings))
+    weight = check(folder, decoded(tensors, settings != FLOATS), "cpu_int8_mm", 2.6)
+    assert weight.scheme.activation is not None
+
+
+def test_the_scheme_is_that_of_training(tmp_path: Path) -> None:
+    """But for the smallest scale of an input."""
+    model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False)).bfloat16()
+    quantize_(model, bitnet_training())
+    quantize_(model, convert())
+    trained: Any = model[0].weight
+    read = load(write(tmp_path / "model", layer(), 1, config()), SHAPE).scheme
+    assert read.weight == trained.scheme.weight
+    assert read.layout == trained.scheme.layout
+    assert {str(read.activation)} == {str(trained.scheme.activation)}
+
+
+DAMAGE: dict[str, tuple[dict[str, Any], str, Any, str]] = {
+    "a code of 2": ({}, "weight", lambda t: t | 3, "one of its codes is not -1, 0 or 1"),
+    "a float": (FLOATS, "weight", lambda t: torch.full(SHAPE, 0.5), "one of its codes is not -1, 0 or 1"),
+    "integers": ({}, "weight", lambda t: t.view(torch.int8), "layer.weight has shape"),
+    "no scale": ({}, "weight_scale", lambda t: t * 0, "its weight_scale is 0.0"),
+    "scales": ({}, "weight_scale", lambda t: t.repeat(2), "layer.weight_scale has shape"),
+    "class": ({"linear_class": "linear"}, "weight", lambda t: t, "linear_class is 'linear'; known: bitlinear, auto"),
+    "list": ({"linear_class": []}, "weight", lambda t: t, "linear_class is"),
+    "norm": ({"use_rms_norm": True}, "weight", lambda t: t, "use_rms_norm puts a norm into each linear layer"),
+    "online": (
+        {**FLOATS, "quantization_mode": "online"},
+        "weight",
+        lambda t: t,
+        r"its weights are floats. Remove .* bitnet_training",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_is_refused(name: str, tmp_path: Path) -> None:
+    settings, part, change, says = DAMAGE[name]
+    tensors = layer()
+    tensors[f"layer.{part}"] = change(tensors[f"layer.{part}"])
+    refused(write(tmp_path / "model", tensors, 1, config(**settings)), SHAPE, f"model.*{says}")
+
+
+# --- models of transformers ---
+
+IDS = torch.arange(18).reshape(2, 9) * 5
+
+
+def by_transformers(linear_class: str, dtype: torch.dtype, folder: Path) -> Any:
+    """A random model, as transformers packs and saves it, and loads it again."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    bitnet = pytest.importorskip("transformers.integrations.bitnet")
+    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    model: Any = transformers.BitNetForCausalLM(transformers.BitNetConfig(**sizes, **more)).to(dtype)
+    settings = transformers.BitNetQuantConfig(linear_class=linear_class, modules_to_not_convert=["lm_head"])
+    state = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            weight, key = module.weight.detach().float(), f"{name}.weight"
+            scale = weight.abs().mean()
+            codes = (weight / scale).round().clamp(-1, 1)
+            packs = linear_class == "bitlinear"
+            state[key] = bitnet.pack_weights(codes) if packs else codes.to(dtype)
+            state[f"{key}_scale"] = (1 / scale if packs else scale).reshape(1).to(dtype)
+    model = bitnet.replace_with_bitnet_linear(model, ["lm_head"], settings).to_empty(device="cpu")
+    model.load_state_dict(state)
+    model.config.quantization_config, model.config.dtype = settings, dtype
+    model.save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def loaded(theirs: Any, folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(theirs.config, dtype=theirs.dtype)
+    return load_quantized(model, folder).eval()
+
+
+@pytest.fixture
+def eager() -> Any:
+    """transformers compiles the functions of its layers, which takes a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.parametrize("linear_class", ["bitlinear", "autobitlinear"])
+def test_a_model_computes_as_in_transformers(linear_class: str, eager: None, tmp_path: Path) -> None:
+    """To rounding in fp32. In bfloat16, transformers rounds between its steps as well."""
+    for dtype, least in ((torch.float32, 110), (torch.bfloat16, 28)):
+        theirs = by_transformers(linear_class, dtype, tmp_path / f"{dtype}")
+        ours = loaded(theirs, tmp_path / f"{dtype}")
+        assert sum(isinstance(weight, QuantizedTensor) for weight in ours.parameters()) == 14
+        one, other = theirs.model.layers[0].mlp.up_proj, ours.model.layers[0].mlp.up_proj
+        x = torch.randn(9, 64, dtype=dtype)
+        x[3], x[4] = 0, x[4] * 1e-7
+        with torch.no_grad():
+            assert qtorch.compute_error(theirs(IDS).logits, ours(IDS).logits) > least
+            assert qtorch.compute_error(one(x), other(x)) > least
+            assert qtorch.compute_error(one(x[4]), other(x[4])) > least
+
+
+@pytest.mark.slow
+def test_adapters_train_and_the_model_is_saved(eager: None, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    theirs = by_transformers("bitlinear", torch.float32, tmp_path / "theirs")
+    ours = loaded(theirs, tmp_path / "theirs")
+    ours.save_pretrained(tmp_path / "ours")
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "converted", format="transformers")
+    with torch.no_grad():
+        y = ours(IDS).logits
+        for folder in ("ours", "converted"):
+            again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
+            assert torch.equal(again(IDS).logits, y)
+    model = peft.get_peft_model(ours, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0)
+    losses = []
+    for _ in range(4):
+        losses.append(model(input_ids=IDS, labels=IDS).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.02
