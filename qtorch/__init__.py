@@ -49,6 +49,7 @@ try:
         ZeroPointDomain,
         compute_error,
     )
+    from .primitives.discovery import no_attribute
     from .quantize_api import dequantize_, quantize_
     from .recipes import *  # noqa: F403
 finally:
@@ -164,6 +165,5 @@ if not TYPE_CHECKING:  # type checkers would take any name
                 value = import_module(f"{place}.{name}") if is_module else getattr(import_module(place), name)
                 globals()[name] = value
                 return value
-        if name in _MOVED:
-            raise AttributeError(f"qtorch.{name} has moved: write {_MOVED[name]}")
-        raise AttributeError(f"module 'qtorch' has no attribute {name!r}")
+        moved = f"qtorch.{name} has moved: write {_MOVED[name]}" if name in _MOVED else ""
+        raise no_attribute("qtorch", name, [*__all__, *_MOVED, *_ON_USE["qtorch"]], moved)

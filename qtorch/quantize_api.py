@@ -6,9 +6,12 @@ A recipe (`recipes/base.py`) defines how a weight is quantized. Every registered
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -23,10 +26,19 @@ from .model.misfit import choose as choose_fitting
 from .model.module_repr import get_model_size_in_bytes, show_quantized
 from .model.report import QuantizeReport, quantized_row, skipped_row, why_nothing
 from .model.targets import Filter, Reach, Refused, Target, find_targets, named_errors
-from .primitives.discovery import import_later
+from .primitives.discovery import import_later, no_attribute
 from .primitives.granularity import IndivisibleError
 from .primitives.tracing import outside_graphs
-from .recipes.base import FOREIGN, RECIPES, Recipe, WeightRecipe, check_float_weight, check_has_values, register_recipe
+from .recipes.base import (
+    FOREIGN,
+    RECIPES,
+    Recipe,
+    WeightRecipe,
+    check_float_weight,
+    check_has_values,
+    register_recipe,
+    sizes_only,
+)
 
 __all__ = [
     "RECIPES",
@@ -47,7 +59,7 @@ def __getattr__(name: str) -> Any:
         import_later()
     if name in RECIPES:
         return RECIPES[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_attribute(__name__, name, [*RECIPES, *__all__])
 
 
 @torch.no_grad()
@@ -101,8 +113,9 @@ def quantize_(
             - ``"skip"``: it stays in floating point, and the report says why.
         device: move each weight there before it is quantized, and the rest of the model at the end, so that the peak on
             that device is the quantized model and one layer.
-        dry_run: report what would be done; change nothing. Recipes that calibrate in the order of the model are not
-            run: the report has an `estimate` of the memory and the time that they will take.
+        dry_run: report what would be done; change nothing. Weights on the meta device have sizes in the report, but no
+            SQNR and no kernel. Recipes that calibrate in the order of the model are not run: the report has an
+            `estimate` of the memory and the time that they will take.
         progress: show a progress bar.
         resume: a folder, for recipes that calibrate in the order of the model. What is done is kept there, block by
             block; if the process dies, the same call with the same model, recipe and data continues, and gives the
@@ -115,13 +128,27 @@ def quantize_(
         ValueError: weights cannot be quantized by their recipe (all are named), an entry of the mapping has no effect,
             `targets` is unknown, there is no such device, or the folder `resume` is that of other weights, another
             recipe or other data.
-        TypeError: `recipe` is not a recipe, or `model` is not a module.
+        TypeError: `recipe` is not a recipe, `model` is not a module, or `filter_fn` takes other arguments.
     """
     check_model("quantize_", model)
     check_are_recipes("quantize_", recipe)
+    if filter_fn is not None:
+        try:
+            with suppress(ValueError):  # functions in C have no signature
+                inspect.signature(filter_fn).bind(model, "")
+        except TypeError as error:
+            what = f"filter_fn is a function (module, name) -> bool, got {filter_fn!r}"
+            raise TypeError(f"quantize_: {what}: {error}") from error
     _check_device(device)
     found: list[Target[Any]] = find_targets(model, recipe, filter_fn, targets)
-    choose_fitting(found, on_misfit)
+
+    def check(recipe: Recipe, target: Target[Recipe]) -> None:
+        with sizes_only(dry_run and recipe.data is None):
+            recipe.check_target(target)
+            if device is not None:
+                check_has_values(target.parameter, recipe)
+
+    choose_fitting(found, on_misfit, check)
     if not any(target.recipe for target in found):
         raise ValueError(f"quantize_: nothing to quantize: {why_nothing(found)}")
     place(found)
@@ -129,11 +156,6 @@ def quantize_(
         if target.recipe is not None and target.recipe.has_made(target):
             for slot in target.slots:
                 slot.recipe = None
-
-    def check(recipe: Recipe, target: Target[Recipe]) -> None:
-        recipe.check_target(target)
-        if device is not None:
-            check_has_values(target.parameter, recipe)
 
     check_targets(found, check, "\nthe model is unchanged")
     before = get_model_size_in_bytes(model)
@@ -153,7 +175,7 @@ def quantize_(
                 rows.append(skipped_row(target))
                 continue
             weight = target.parameter.detach()
-            weight = weight if device is None else weight.to(device)
+            weight = weight if device is None or weight.is_meta else weight.to(device)
             if target.parameter in calibrated:
                 made, calibration, _ = calibrated.pop(target.parameter)
                 made = made if device is None else made.to(device)
@@ -238,8 +260,22 @@ def check_are_recipes(function: str, recipe: Any) -> None:
         describe = FOREIGN.get(type(given).__module__.partition(".")[0])
         if describe is not None:
             raise TypeError(f"{function}: takes a recipe of qtorch, got {describe(given)}")
-        hint = f"; call it: {given.name}()" if isinstance(given, type) and issubclass(given, Recipe) else ""
-        raise TypeError(f"{function}: takes a recipe such as int8_weight_only(), got {given!r}{hint}")
+        got = " ".join(f"{given!r:.200}".split())
+        raise TypeError(f"{function}: takes a recipe such as int8_weight_only(), got {got}{instead_of(given)}")
+
+
+def instead_of(given: Any) -> str:
+    """What to write in place of what is no recipe, for the end of a message."""
+    if isinstance(given, type) and issubclass(given, Recipe):
+        return f"; call it: {given.name}()"
+    if isinstance(given, list | tuple):
+        return "; give one, or a mapping from names to recipes"
+    if isinstance(given, str):
+        import_later()
+        name, _, arguments = given.partition("(")
+        near = get_close_matches(name.strip(), RECIPES, 1, 0.3)
+        return f"; remove the quotes: {near[0]}({arguments or ')'}" if near else ""
+    return ""
 
 
 def _check_device(device: torch.device | str | None) -> None:

@@ -64,6 +64,9 @@ def with_weight(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]
 def test_refused_weights(change: Callable, recipe: Recipe, problem: str, options: dict) -> None:
     model = failing(change)
     before = state_of(model)
+    if "meta device" in problem and options.get("dry_run"):
+        assert quantize_(model, {"up": recipe, "down": recipe}, **options).quantized
+        return
     with pytest.raises(ValueError, match=r"^quantize_: ") as caught:
         quantize_(model, {"embed": INT8, ".*": recipe}, **options)
     up, down, last, *entries = str(caught.value).removeprefix("quantize_: ").splitlines()
@@ -124,6 +127,7 @@ def test_a_custom_recipe_is_checked_too() -> None:
 def test_not_a_recipe(recipe: object) -> None:
     hint = "; call it: int8_weight_only()" if "Int8WeightOnly" in repr(recipe) else ""
     given = recipe["up"] if isinstance(recipe, dict) else recipe
+    hint = "; remove the quotes: int8_weight_only()" if given == "int8" else hint
     message = f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         quantize_(Mlp(), recipe)

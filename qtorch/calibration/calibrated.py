@@ -237,7 +237,7 @@ class CalibratedRecipe(WeightRecipe):
         object.__setattr__(self, "transforms", tuple(self.transforms))
         if self.transforms and isinstance(self.batches, Iterator):
             object.__setattr__(self, "batches", list(self.batches))  # they are read more than once
-        if not isinstance(self.recipe, WeightRecipe) or isinstance(self.recipe, CalibratedRecipe):
+        if isinstance(self.recipe, CalibratedRecipe):
             raise ValueError(f"calibrated takes a recipe for inference such as int4_weight_only(), got {self.recipe}")
         if self.recipe.prunes and self.learn is not None:
             raise ValueError(f"calibrated: {self.recipe} prunes weights, which learn={self.learn} does not keep zero")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..dtypes import QuantizedTensor
 from ..model.install import Change, check_model, install, keep_attributes, tell
 from ..model.module_repr import show_quantized
+from ..primitives.tracing import plain_name
 from .header import check_fits, check_names, check_shape
 from .sources import open_source
 from .stacked_experts import fuse_experts
@@ -57,13 +58,15 @@ def load_quantized(
     with open_source(path, verify=verify, mmap=mmap) as opened:
         source = fuse_experts(opened, places)
         aliases = {**_shared(places, source.names), **source.aliases}
+        # Earlier versions wrote the names of compiled models as torch.compile changes them.
+        aliases = {plain_name(name): aliases.get(name, name) for name in source.names | aliases.keys()}
         absent = {name for name in source.optional() if name not in places}
-        check_names(path, places, (source.names | aliases.keys()) - absent, source.note)
+        check_names(path, places, aliases.keys() - absent, source.note)
         loaded: dict[str, Tensor] = {}
         changes: list[Change] = []
         for name, place in places.items():
             module, attribute, old = place
-            stored = aliases.get(name, name)
+            stored = aliases.get(name, name)  # a name that the file lacks stays one
             if stored not in source.names:
                 continue
             if stored not in loaded:

@@ -10,9 +10,12 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor, serialize
+from ..model.install import check_model
 from ..model.weight_kinds import kind_of
+from ..primitives.tracing import plain_name
 from .header import Header, all_shards, shard_paths
 from .save_folder import alone_in, check_converted, save_folder, temporary_beside, with_first_names, write_file
+from .sources import PICKLES
 from .tensor_file import OWN_FORMAT, checksum, places_of
 
 
@@ -37,13 +40,20 @@ def save_quantized(
 
     Raises:
         ValueError: a value is not a tensor with data, has a dtype that safetensors lacks, or two names clash; a layer
-            or a weight is in training, and the file would not say so.
+            or a weight is in training, and the file would not say so; `path` is a name for files of `torch.save`.
         OSError: the files cannot be written; those of an earlier save are unchanged.
     """
+    if not isinstance(model_or_state_dict, nn.Module | Mapping):
+        check_model("save_quantized", model_or_state_dict)
     if format != OWN_FORMAT:
         save_folder(model_or_state_dict, path, format, max_shard_size=max_shard_size)
         return
     path = Path(path)
+    if path.suffix in PICKLES:
+        raise ValueError(
+            f"save_quantized: {path.name} is a name for files of torch.save, and this one is of safetensors: write "
+            f"{path.with_suffix('.safetensors').name}"
+        )
     if path.is_dir():
         raise IsADirectoryError(f"save_quantized: {path} is a folder; give the name of a file in it")
     if not path.parent.is_dir():
@@ -67,7 +77,7 @@ def save_quantized(
 
 def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(source, nn.Module):
-        return dict(source)
+        return {plain_name(name): tensor for name, tensor in source.items()}
     check_converted(source, keeps_state=True)
     for name, module in source.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:

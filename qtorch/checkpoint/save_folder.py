@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..dtypes import QuantizedTensor, serialize
 from ..model.install import PreparedModule
 from ..primitives.files import read_json
+from ..primitives.tracing import plain_name
 from .header import TOKEN
 from .hf_folder import CONFIG
 from .sources import Source
@@ -288,10 +289,10 @@ def _write_tensors(source: Any, format: SaveFormat, folder: Path, limit: int) ->
         shards.append(list(pending))
         pending.clear()
 
-    named = source
+    named = {} if isinstance(source, nn.Module) else {plain_name(name): tensor for name, tensor in source.items()}
     if isinstance(source, nn.Module):
         check_converted(source, keeps_state=False)
-        kept = source.state_dict(keep_vars=True).keys()
+        kept = set(map(plain_name, source.state_dict(keep_vars=True)))
         named = {name: tensor for name, (_, _, tensor) in places_of(source) if name in kept}
     for name, tensor, original in with_first_names(named):
         if name != original:

@@ -103,6 +103,8 @@ def open_source(path: Path, *, verify: bool = True, mmap: bool = False) -> Sourc
     if kind is None:
         if path.is_dir() and (pickled := sorted(file for file in path.iterdir() if file.suffix in PICKLES)):
             raise pickled_error(pickled[0])
+        if path.is_dir() and not any(path.iterdir()):
+            raise ValueError(f"{path}: the folder is empty")
         raise ValueError(f"{path}: no known format; known are {', '.join(sorted(kind.format for kind in SOURCES))}")
     return kind.open(path, verify=verify, mmap=mmap)
 

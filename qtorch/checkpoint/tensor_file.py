@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..primitives.files import MAX_JSON, open_regular, parse_json
+from ..primitives.tracing import plain_name
 
 ALIGNMENT = 64
 
@@ -238,8 +239,9 @@ Place = tuple[nn.Module, str, Tensor]
 
 
 def places_of(model: nn.Module) -> Iterator[tuple[str, Place]]:
-    """Every place that holds a parameter or buffer: (full name, (module, attribute, tensor))."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    """Every place that holds a parameter or buffer: (full name, (module, attribute, tensor)); the names are the same
+    whether the model, or a part of it, is compiled."""
+    for prefix, module in ((plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False)):
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
                 yield f"{prefix}.{attribute}" if prefix else attribute, (module, attribute, tensor)

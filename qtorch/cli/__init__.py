@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from . import bench, convert, eval, explain, inspect, quantize
-from .arguments import UsageError
+from .arguments import UsageError, check, positive
 
 __all__ = ["answer_without_torch", "main"]
 
 COMMANDS: tuple[Any, ...] = (quantize, inspect, convert, eval, explain, bench)
-"""Modules with `add_arguments(parser)` and `run(arguments)`; the first line of the docstring is the help."""
+"""Modules with `add_arguments(parser)` and `run(arguments)`, some with a `check(arguments)`, which needs no torch; the
+first line of the docstring is the help."""
 
 _EPILOG = """examples:
   qtorch quantize meta-llama/ llama-int4/ --recipe int4_weight_only --set group_size=32
@@ -30,7 +31,10 @@ exit status: 0, 1 for a failure, 2 for wrong arguments"""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default of the process: 0, or the exit status 1 for a failure, 2 for wrong use."""
-    given = _parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        given = _parse(sys.argv[1:] if arguments is None else arguments)
+    except UsageError as error:
+        return _say(error, 2)
     try:
         if given.threads is not None:
             import torch
@@ -54,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def answer_without_torch() -> None:
     """End the process if it is the command line, and asks for help or has wrong arguments."""
     if _is_command_line():
-        _parse(sys.argv[1:] if sys.argv[0] != "-m" else sys.orig_argv[sys.orig_argv.index("-m") + 2 :])
+        try:
+            _parse(sys.argv[1:] if sys.argv[0] != "-m" else sys.orig_argv[sys.orig_argv.index("-m") + 2 :])
+        except UsageError as error:
+            sys.exit(_say(error, 2))
 
 
 def _is_command_line() -> bool:
@@ -78,7 +85,8 @@ def _say(error: object, status: int) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments; `run` is the function of the subcommand. Help and wrong arguments end the process."""
+    """The parsed arguments; `run` is the function of the subcommand. Help and arguments that argparse refuses end the
+    process; others that are wrong are a `UsageError`."""
     parser = argparse.ArgumentParser(
         prog="qtorch",
         description="Quantize checkpoints, look into them, and measure them.",
@@ -97,14 +105,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        command.add_argument("--threads", type=_positive, metavar="N", help="threads of the CPU; by default all cores")
+        command.add_argument("--threads", type=positive, metavar="N", help="threads of the CPU; by default all cores")
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
-    return value
+        command.set_defaults(run=module.run, checks=(check, *([module.check] if hasattr(module, "check") else [])))
+    given = parser.parse_args(arguments)
+    for each in given.checks:
+        each(given)
+    return given

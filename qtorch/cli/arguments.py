@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
+from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,63 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 class UsageError(ValueError):
     """Arguments that contradict each other, or do not name what they have to name."""
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise `UsageError` for what can be said without torch: no checkpoint, and no recipe, is there."""
+    source: Path = arguments.src if "src" in arguments else arguments.path
+    if not os.path.exists(source):  # not `Path.exists`, which raises for a name that is too long
+        raise UsageError(f"{source}: no such file or folder")
+    if source.is_dir() and not any(file.name.endswith(_WEIGHTS) for file in source.iterdir()):
+        what = "is empty" if not any(source.iterdir()) else "has no file of weights, such as model.safetensors"
+        raise UsageError(f"{source}: the folder {what}")
+    if getattr(arguments, "recipe", None) is not None:
+        name, known = arguments.recipe.partition("(")[0].strip(), _recipe_names()
+        if name not in known:
+            raise UsageError(unknown_recipe(name, known))
+    if wrong := next((each for each in getattr(arguments, "set", ()) if "=" not in each), None):
+        raise UsageError(f"--set takes NAME=VALUE, got {wrong!r}")
+    if getattr(arguments, "config", None) is not None:
+        if not arguments.config.is_file():
+            raise UsageError(f"--config: {arguments.config}: no such file")
+        if arguments.set:
+            raise UsageError("--set belongs to --recipe; write the arguments into the file of --config")
+
+
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".index.json")
+
+
+def _recipe_names() -> list[str]:
+    """The names of all recipes, read from the sources: their registry needs torch."""
+    sources = [path for room in ("recipes", "calibration", "training") for path in _ROOT.glob(f"{room}/**/*.py")]
+    return [name for path in sources for name in re.findall(r'^@register_recipe\("(\w+)"\)', path.read_text(), re.M)]
+
+
+_ROOT = Path(__file__).parents[1]
+
+
+def unknown_recipe(name: str, known: Collection[str]) -> str:
+    """The error for a name that no recipe has."""
+    near = get_close_matches(name, known) or [each for each in known if each.startswith(name[:3])] or known
+    return f"there is no recipe {name!r}; did you mean {', '.join(sorted(near)[:4])}?"
+
+
+def check_tokenizer(folder: Path, option: str) -> None:
+    """Raise `UsageError` for a folder without the files of a tokenizer; `option` of the command line needs one."""
+    if not any(re.match(r"(tokenizer|vocab|spiece|sentencepiece|tekken).*", file.name) for file in folder.iterdir()):
+        raise UsageError(f"{option}: {folder} has no tokenizer, no file such as tokenizer.json; copy it there")
+
+
+def read_tokenizer(folder: Path, option: str) -> Any:
+    """The tokenizer of a folder, by transformers."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{option} needs transformers: pip install transformers") from error
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, KeyError, ValueError) as error:
+        raise UsageError(f"{option}: {folder} has no tokenizer: {str(error).splitlines()[0]}") from error
 
 
 def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -63,6 +123,13 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size", type=size, default=5 * 2**30, metavar="SIZE", help="of a file, such as 2GB; default 5GiB"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"takes a positive number, got {text!r}")
+    return int(text)
 
 
 def size(text: str) -> int:

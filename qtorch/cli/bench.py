@@ -10,14 +10,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_computation, add_recipe, show
+from .arguments import add_computation, add_recipe, positive, show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("path", type=Path, metavar="FILE|FOLDER")
     add_recipe(parser, required=False)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256], metavar="N", help="default 1 16 256")
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 16, 256], metavar="N", help="default 1 16 256")
     add_computation(parser, "the input; by default that of the weights")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each figure; default 0.3")
 

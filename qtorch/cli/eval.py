@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .arguments import UsageError, add_computation, add_recipe, show
+from .arguments import UsageError, add_computation, add_recipe, check_tokenizer, positive, read_tokenizer, show
 
 
 def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -27,19 +27,14 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from ..quantize_api import quantize_
     from .recipes import asked_recipe
 
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("eval needs transformers: pip install transformers") from error
     model: Any
-    path: Path = arguments.path
-    folder = arguments.model or (path if path.is_dir() else path.parent)
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder}: no config.json; name the folder that has it by --model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    path, folder = arguments.path, _folder(arguments)
+    tokenizer = read_tokenizer(folder, "eval")
     config = model_config(folder)
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     if path.is_dir() and not (config.get("quantization_config") or config.get("compression_config")):
+        import transformers
+
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
     else:
         # transformers would unpack the weights of other formats, or not read them.
@@ -88,17 +83,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser, required=False)
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="with config.json and tokenizer; default the path")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of a piece; default 512")
-    parser.add_argument("--limit", type=int, metavar="N", help="tokens of the text that are used, or samples of a task")
+    parser.add_argument("--limit", type=positive, metavar="N", help="tokens of the text, or samples of a task")
     add_computation(parser, "the model; by default that of its configuration")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Run the subcommand."""
+def check(arguments: argparse.Namespace) -> None:
+    """Raise `UsageError` for what can be said without torch."""
     if arguments.text is not None and not arguments.text.is_file():
         raise UsageError(f"--text: {arguments.text}: no such file")
     if arguments.length < 2:
         raise UsageError(f"--length must be at least 2, got {arguments.length}")
+    if not (_folder(arguments) / "config.json").is_file():
+        raise UsageError(f"{_folder(arguments)}: no config.json; name the folder that has it by --model")
+    check_tokenizer(_folder(arguments), "eval")
 
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    """The folder of configuration and tokenizer."""
+    path: Path = arguments.path
+    folder: Path | None = arguments.model
+    return folder or (path if path.is_dir() else path.parent)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the subcommand."""
     model, tokenizer = load(arguments)
     if arguments.tasks is not None:
         found = run_tasks(model, tokenizer, arguments.tasks.split(","), arguments.limit)

@@ -20,7 +20,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .arguments import METHODS, UsageError, add_recipe, add_target, format_of, show, shows_progress
+from .arguments import (
+    METHODS,
+    UsageError,
+    add_recipe,
+    add_target,
+    check_tokenizer,
+    format_of,
+    positive,
+    read_tokenizer,
+    show,
+    shows_progress,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     calibration.add_argument("--calibrate", type=Path, metavar="FILE|FOLDER", help="a text file, or a folder of them")
     calibration.add_argument("--method", choices=METHODS, default="auto", help="default auto; gptq takes less time")
     calibration.add_argument(
-        "--calibrate-tokens", type=int, default=65536, metavar="N", help="tokens that are used; default 65536"
+        "--calibrate-tokens", type=positive, default=65536, metavar="N", help="tokens that are used; default 65536"
     )
     calibration.add_argument(
-        "--calibrate-length", type=int, default=512, metavar="N", help="tokens of a sequence; default 512"
+        "--calibrate-length", type=positive, default=512, metavar="N", help="tokens of a sequence; default 512"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the report, write nothing")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise `UsageError` for what can be said without torch."""
+    if arguments.dst is None and not arguments.dry_run:
+        raise UsageError("DST is missing; only --dry-run does without")
+    if arguments.calibrate is not None:
+        if not (arguments.src / "config.json").is_file():
+            raise UsageError(f"--calibrate: {arguments.src} is no folder of transformers with a config.json")
+        check_tokenizer(arguments.src, "--calibrate")
+        if not arguments.calibrate.exists():
+            raise UsageError(f"--calibrate: {arguments.calibrate}: no such file or folder")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -46,8 +69,6 @@ def run(arguments: argparse.Namespace) -> None:
     from ..checkpoint.streaming.quantize_checkpoint import quantize_checkpoint
     from .recipes import asked_recipe, asked_targets
 
-    if arguments.dst is None and not arguments.dry_run:
-        raise UsageError("DST is missing; only --dry-run does without")
     recipe = asked_recipe(arguments)
     if arguments.calibrate is not None:
         recipe = _calibrated(arguments, recipe)
@@ -72,16 +93,7 @@ def _calibrated(arguments: argparse.Namespace, recipe: Any) -> Any:
     from ..calibration.methods import with_data
     from ..calibration.texts import read_texts, token_batches
 
-    if not (arguments.src / "config.json").is_file():
-        raise UsageError(f"--calibrate: {arguments.src} is no folder of transformers with a config.json")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("--calibrate needs transformers: pip install transformers") from error
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.src, local_files_only=True)
-    except (OSError, KeyError, ValueError) as error:
-        raise UsageError(f"--calibrate: {arguments.src} has no tokenizer: {str(error).splitlines()[0]}") from error
+    tokenizer = read_tokenizer(arguments.src, "--calibrate")
     try:
         texts = read_texts(arguments.calibrate)
         batches = token_batches(texts, tokenizer, length=arguments.calibrate_length, tokens=arguments.calibrate_tokens)

@@ -19,7 +19,7 @@ from .. import calibration, training  # noqa: F401 (their recipes and classes ar
 from ..primitives import files, jsonable
 from ..primitives.jsonable import from_json
 from ..recipes.base import RECIPES, Recipe
-from .arguments import UsageError
+from .arguments import UsageError, unknown_recipe
 
 
 def asked_targets(arguments: argparse.Namespace) -> str | list[str]:
@@ -31,8 +31,6 @@ def asked_targets(arguments: argparse.Namespace) -> str | list[str]:
 def asked_recipe(arguments: argparse.Namespace) -> Recipe | dict[str, Recipe | None]:
     """What ``--recipe``, ``--set`` and ``--config`` ask for."""
     if arguments.config is not None:
-        if arguments.set:
-            raise UsageError("--set belongs to --recipe; write the arguments into the file of --config")
         return read_config(arguments.config)
     return read_recipe(arguments.recipe, arguments.set)
 
@@ -50,16 +48,14 @@ def read_recipe(text: str, settings: list[str] | None = None) -> Recipe:
         keywords = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
     kind = _recipe(name)
     for setting in settings or []:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise UsageError(f"--set takes NAME=VALUE, got {setting!r}")
+        key, _, value = setting.partition("=")
         keywords[key.strip()] = _value(_parsed(value.strip()))
     return _make(kind, positional, keywords, name)
 
 
 def _recipe(name: str) -> Callable[..., Any]:
     if name not in RECIPES:
-        raise UsageError(f"there is no recipe {name!r}; known are {', '.join(sorted(RECIPES))}")
+        raise UsageError(unknown_recipe(name, RECIPES))
     return RECIPES[name]
 
 
@@ -144,11 +140,9 @@ def _make(kind: Callable[..., Any], positional: list[Any], keywords: dict[str, A
     plain = [_fitted(value, hint) for value, hint in zip(positional, [*hints.values(), *[None] * len(positional)])]
     try:
         return kind(*plain, **given)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         text = str(error).replace(f"{getattr(kind, '__name__', name)}.__init__()", f"{name}()")
-        raise UsageError(text) from error
-    except ValueError as error:
-        raise UsageError(f"{name}: {error}") from error
+        raise UsageError(text if text.startswith(name) else f"{name}: {text}") from error
 
 
 def _fitted(value: Any, hint: Any) -> Any:

@@ -21,6 +21,10 @@ HOW_TO_TRAIN = (
     "int8_weight_only_quantized_training() trains codes, and adapters (LoRA) train beside a frozen weight"
 )
 
+FROZEN: set[int] = set()
+"""Ids of the parameters that took the place of trainable ones, and that nobody has frozen since, as PEFT does. An
+optimizer that gets one of them warns: whoever made it expects to train it. (A weak reference would forbid `.to`.)"""
+
 _PASS_A_FLAG_ON = (nn.Parameter.__new__.__code__, nn.Module._load_from_state_dict.__code__)
 """Code that sets `requires_grad` to its default, or to that of a float parameter: no request to train."""
 
@@ -32,6 +36,8 @@ def requires_grad_(tensor: QuantizedTensor, requires_grad: bool = True) -> Quant
         if getattr(calling_frame(), "f_code", None) not in _PASS_A_FLAG_ON:
             raise ValueError(f"requires_grad: a frozen quantized weight has no gradient ({tensor!r}); {HOW_TO_TRAIN}")
         requires_grad = False
+    elif not requires_grad:
+        FROZEN.discard(id(tensor))
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps
 from types import FrameType
@@ -19,8 +20,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ..dtypes import QuantizedTensor, ops
+from ..dtypes.parameter import FROZEN, HOW_TO_TRAIN
 from ..primitives.jsonable import to_json
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +43,31 @@ def around(owner: Any, name: str) -> Callable[[F], F]:
         return step
 
     return decorate
+
+
+@around(Optimizer, "add_param_group")
+def _trains_frozen(original: Callable[..., None], optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Warn, once, that an optimizer does not train the weights that `quantize_` has frozen."""
+    original(optimizer, group)
+    given = optimizer.param_groups[-1]["params"]
+    if held := [p for p in given if id(p) in FROZEN and isinstance(p, QuantizedTensor) and not p.trains]:
+        FROZEN.clear()
+        warnings.warn(
+            f"qtorch: {type(optimizer).__name__} gets {len(held)} weights that are quantized and stay frozen; "
+            f"{HOW_TO_TRAIN}. Where that is meant, requires_grad_(False) on them first, or give it what trains alone",
+            stacklevel=5,
+        )
+
+
+@around(torch.onnx, "export")
+def _exported(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a quantized model at once: ONNX lacks its operators. What `portable` returns has none of them."""
+    if isinstance(model, nn.Module) and any(isinstance(p, QuantizedTensor) for p in model.parameters()):
+        raise TypeError(
+            "torch.onnx.export: the model is quantized, and ONNX has no operator for its products; write "
+            "qtorch.export.onnx(model, args, path)"
+        )
+    return original(model, *args, **kwargs)
 
 
 # DistributedDataParallel sends all parameters of rank 0 joined to one flat tensor; frozen quantized tensors cannot be

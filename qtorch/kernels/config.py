@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 
@@ -45,6 +46,10 @@ class Config:
     float_copy_bytes: int = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
+        kind = type(getattr(type(self), name, None))
+        if type(value) is not kind:
+            what = f"takes {kind.__name__}, got {value!r}" if kind is not NoneType else "is no setting"
+            raise TypeError(f"qtorch.config.{name} {what}; there are strict (bool) and float_copy_bytes (int)")
         super().__setattr__(name, value)
         generation.end()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..dtypes import ConvWeight, PaddedWeight, QuantizedTensor, conv, embedding
 from ..kernels.registry import Problem, advice, candidates, choose
+from ..primitives.tracing import plain_name
 from .install import check_model
 
 
@@ -83,7 +84,7 @@ def explain(module_or_weight: nn.Module | Tensor, x: Tensor | None = None) -> Ex
     check_model("explain", module_or_weight)
     found = []
     for prefix, module in module_or_weight.named_modules():
-        for name, weight in module.named_parameters(prefix, recurse=False):
+        for name, weight in module.named_parameters(plain_name(prefix), recurse=False):
             if isinstance(weight, QuantizedTensor):
                 found.append(_explain_weight(name, weight, x, module))
     if not found:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +112,8 @@ class LayerReport:
         action: ``"quantized"`` or ``"skipped"``.
         detail: the recipe, or why it was skipped.
         bytes_before, bytes_after: size of the weight, scales included.
-        sqnr: SQNR of the quantized weight against the float one, in dB; None if skipped.
-        kernel: name of the kernel that will run; None if skipped.
+        sqnr: SQNR of the quantized weight against the float one, in dB; None if skipped, or without values (meta).
+        kernel: name of the kernel that will run; None if skipped, or on the meta device.
         calibration: for recipes that quantize with data in the order of the model.
     """
 
@@ -157,6 +157,14 @@ class QuantizeReport:
     transforms: tuple[TransformReport, ...] = ()
     estimate: CalibrationEstimate | None = None
     advice: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        near = "" if name.startswith("__") else "; the model is changed in place: use the model itself"
+        raise AttributeError(f"the report that quantize_ returns has no attribute {name!r}{near}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `TypeError`: whoever calls the report means the model."""
+        raise TypeError("quantize_ returns a report, and changes the model in place: call the model itself")
 
     @property
     def quantized(self) -> tuple[LayerReport, ...]:
@@ -214,6 +222,8 @@ class QuantizeReport:
 
     def _summary(self) -> str:
         share = f", {self.quantized_parameters / self.parameters:.1%} of all parameters" if self.parameters else ""
+        before = sum(layer.detail == QUANTIZED_BEFORE for layer in self.skipped)
+        share += f", {before} already quantized" if before else ""
         left = f"; left in floating point: {', '.join(found)}" if (found := self._largest_left()) else ""
         return (
             f"{'would quantize' if self.dry_run else 'quantized'} {len(self.quantized)} of {len(self.layers)} weights"
@@ -283,8 +293,6 @@ def _row(layer: LayerReport) -> tuple[str, ...]:
 
 def quantization_error(weight: Tensor, quantized: Any) -> float:
     """`compute_error` of ``quantized.dequantize()``, which is computed a slice of rows at a time if it is large."""
-    if weight.is_meta:
-        return math.inf  # of weights in training that hold the float weight itself; the others need values
     if isinstance(quantized, TransposedWeight) and not quantized.scheme.padding:
         weight, quantized = weight.mT, quantized.matrix
     plain = isinstance(quantized, QuantizedTensor) and not quantized.trains and not isinstance(quantized, MatrixWeight)
@@ -314,7 +322,8 @@ def quantized_row(target: Target[Any], weight: Tensor, quantized: Any) -> LayerR
     """The report on `weight`, of which `quantized` was made."""
     slot = target.slot
     kernel = None
-    if isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None:
+    has_kernel = isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None
+    if has_kernel and not weight.is_meta:
         kernel = choose(problem_of(quantized, slot.module, weight.dtype, weight.device.type)).name
     return LayerReport(
         slot.name,
@@ -323,7 +332,7 @@ def quantized_row(target: Target[Any], weight: Tensor, quantized: Any) -> LayerR
         f"{target.recipe}",
         weight.nbytes,
         quantized.nbytes,
-        quantization_error(weight, quantized),
+        None if weight.is_meta else quantization_error(weight, quantized),
         kernel,
         tuple(other.name for other in target.slots if other is not slot),
     )

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
+from ..primitives.tracing import plain_name
 from .install import QuantizationState, is_sharded
 from .weight_kinds import KINDS, LINEAR_KINDS, UNKNOWN, WeightKind, kind_in
 
@@ -139,7 +140,7 @@ def find_targets(
 
 
 def _slots(model: nn.Module) -> list[Slot[R]]:
-    modules = [*model.named_modules(remove_duplicate=False)]
+    modules = [(plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False)]
     names = {name for name, _ in modules}
     found: list[Slot[R]] = []
     for module_name, module in modules:
@@ -216,7 +217,8 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
             re.compile(key)
         except re.error as error:
             if key not in names:
-                raise Refused(f"{key!r} is neither a name nor a regular expression: {error}") from error
+                hint = f"; write {key.replace('*', '.*')!r}" if key.startswith("*") else ""
+                raise Refused(f"{key!r} is neither a name nor a regular expression: {error}{hint}") from error
     unmatched, unused = set(recipes), set(recipes)
     for slot in slots:
         matching = [key for key in recipes if _matches(key, slot)]

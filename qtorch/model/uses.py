@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..calibration.captures import INLINED, Use, UseRecorder
 from ..calibration.data import eval_mode
+from ..primitives.tracing import plain_name
 from .install import check_model
 from .weight_kinds import CONVOLUTION, EXPERTS, EXPERTS_IN_OUT, LINEAR, LINEAR_IN_OUT, WeightKind
 
@@ -128,7 +129,7 @@ def find_uses(model: nn.Module, *inputs: Any, **named: Any) -> Uses:
         model(*inputs, **named)
     found = {key: recorder.uses_of(parameter) for key, parameter in parameters.items()}
     names = model.named_parameters(remove_duplicate=False)
-    return Uses({name: found[id(parameter)] for name, parameter in names if id(parameter) in found})
+    return Uses({plain_name(name): found[id(parameter)] for name, parameter in names if id(parameter) in found})
 
 
 class _Recorder(UseRecorder):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .jsonable import jsonable
+from .jsonable import jsonable, wrong_type
 
 Block = tuple[int, ...]
 
@@ -80,6 +80,8 @@ class PerGroup(Granularity):
     group_size: int
 
     def __post_init__(self) -> None:
+        if wrong := wrong_type(PerGroup, vars(self)):
+            raise TypeError(f"PerGroup.{wrong}")
         if self.group_size < 1 and self.group_size != -1:
             raise ValueError(f"group_size is {self.group_size}; it must be positive, or -1 for a whole row")
 

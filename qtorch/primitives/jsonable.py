@@ -12,7 +12,8 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
@@ -25,14 +26,16 @@ MAX_DEPTH = 64
 """Nesting depth of lists and objects that `from_json` accepts."""
 
 _CLASSES: dict[str, type] = {}
+_CALLED: dict[type, str] = {}
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _STRING_READERS: dict[str, Callable[[str], Any]] = {"torch": lambda name: _DTYPES[f"torch.{name}"]}
 
 
-def jsonable(cls: type[T]) -> type[T]:
+def jsonable(cls: type[T], called: str = "") -> type[T]:
     """Class decorator: make a frozen dataclass, or an `enum.Enum`, readable by `from_json` under its class name, which
-    no other class may have."""
+    no other class may have. Messages name it as it is `called`, by default so too."""
     name = cls.__name__
+    _CALLED[cls] = called or name
     if _CLASSES.setdefault(name, cls) is not cls:
         raise ValueError(f"jsonable: the name {name!r} is already taken by {_CLASSES[name]!r}")
     if issubclass(cls, enum.Enum):
@@ -116,16 +119,24 @@ def construct(cls: type[T], values: Mapping[Any, Any]) -> T:
     if unknown := sorted(map(str, values.keys() - known)):
         what = f"{name} has no field {', '.join(unknown)}"
         raise ValueError(f"from_json: {what}; the data was written by a newer version of qtorch")
+    if wrong := wrong_type(typing.cast("Any", cls), values):
+        raise ValueError(f"from_json: {name}.{wrong}")
     try:
         made = cls(**values)
         hash(made)
     except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"from_json: {name} cannot be made from {sorted(values)}: {error}") from error
-    for field, hint in _field_types(typing.cast("Any", cls)).items():
-        value = getattr(made, field)
-        if not _fits(value, hint):
-            raise ValueError(f"from_json: {name}.{field} takes a {_word(hint)}, got {value!r:.80}")
     return made
+
+
+def wrong_type(cls: type, values: Mapping[str, Any], kinds: Collection[Any] = ()) -> str:
+    """Which of the values, by field, does not have the annotated type of a field of `cls`: ``group_size takes an
+    integer, got '32'``; empty if all have. Of fields whose types are all among `kinds`, if any are given."""
+    for field, hint in _field_types(cls).items():
+        of_kinds = not kinds or set(typing.get_args(hint) or (hint,)) <= set(kinds)
+        if of_kinds and field in values and not _fits(value := values[field], hint):
+            return f"{field} takes {_word(hint)}, got {_short(value)}{_instead(value, hint)}"
+    return ""
 
 
 def tuples(value: Any) -> Any:
@@ -135,7 +146,10 @@ def tuples(value: Any) -> Any:
 
 @functools.cache
 def _field_types(cls: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError:  # names that only type checkers see
+        return {}
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
@@ -150,13 +164,42 @@ def _fits(value: Any, hint: Any) -> bool:
         if args[1:] == (...,):
             return all(_fits(item, args[0]) for item in value)
         return len(value) == len(args) and all(map(_fits, value, args))
-    if hint in (int, float):
-        return isinstance(value, int if hint is int else int | float) and not isinstance(value, bool)
+    if hint in (int, float):  # also those of numpy
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    if origin is Iterable:
+        return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     return isinstance(value, origin or hint)
 
 
+def _short(value: Any) -> str:
+    return " ".join(f"{value!r:.80}".split())
+
+
+_WORDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a text"}
+_WORDS |= {torch.dtype: "torch.dtype", type(None): "None"}
+
+
 def _word(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    """The values of a type, for messages."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(map(_word, typing.get_args(hint)))
+    origin = typing.get_origin(hint)
+    return str(_WORDS.get(hint) or (hint if origin is tuple else getattr(origin or hint, "__name__", hint)))
+
+
+def _instead(value: Any, hint: Any) -> str:
+    """What to write in place of a value that has another type."""
+    for kind in typing.get_args(hint) or (hint,):
+        if isinstance(value, type) and isinstance(kind, type) and issubclass(value, kind):
+            return f"; make one: {_CALLED.get(value, value.__name__)}()"
+        if isinstance(kind, type) and issubclass(kind, enum.Enum):
+            return f"; write {', '.join(map(str, kind))}"
+        if kind is torch.dtype and isinstance(value, str) and f"torch.{value}" in _DTYPES:
+            return f"; write torch.{value}"
+        of_kind = [name for cls, name in _CALLED.items() if isinstance(kind, type) and issubclass(cls, kind)]
+        if len(of_kind) > 1:
+            return f"; there are {', '.join(of_kind[:8])}"
+    return ""
 
 
 def _read_string(text: str) -> Any:

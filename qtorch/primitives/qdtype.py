@@ -129,7 +129,7 @@ def qdtype(dtype: QDType | torch.dtype | str) -> QDType:
         raise TypeError(f"expected a torch.dtype, a name or a QDType, got {type(dtype).__name__}")
     name = str(dtype).removeprefix("torch.")
     if name not in QDTYPES:
-        raise ValueError(f"{dtype} is not a quantized type; known: {', '.join(QDTYPES)}")
+        raise ValueError(f"{dtype} is not a quantized type; known: {', '.join([*QDTYPES][:18])}, ...")
     return QDTYPES[name]
 
 

@@ -27,6 +27,11 @@ def starts_no_graph(function: F) -> F:
     return function
 
 
+def plain_name(name: str) -> str:
+    """The name of a module or parameter without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
+
+
 def refuse_jit_trace() -> None:
     """Raise `TypeError` inside `torch.jit.trace`, which would record the result of a quantized layer as a constant."""
     if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor, quantized_type
+from ..dtypes.parameter import FROZEN
 from ..model.install import PreparedModule, keep_attributes
 from ..model.report import CalibrationReport, TransformReport
 from ..model.targets import Target
 from ..model.weight_kinds import WeightKind
 from ..primitives import LinearSpec, granularity
-from ..primitives.jsonable import jsonable
+from ..primitives.jsonable import jsonable, wrong_type
 from ..primitives.spec import Scheme
 
 if TYPE_CHECKING:  # what looks at data is imported when it is used
@@ -64,6 +71,11 @@ class Recipe:
     statistics: ClassVar[tuple[type, ...]] = ()
     in_order: ClassVar[bool] = False
     transforms: Sequence[Any] = ()
+
+    @property
+    def quant_method(self) -> NoReturn:
+        """What transformers asks a configuration for; a recipe is none."""
+        raise AttributeError(f"a recipe is no quantization_config of transformers: write QtorchConfig({self})")
 
     @property
     def learner(self) -> BlockLearner | None:
@@ -158,6 +170,8 @@ class Recipe:
         """
         parameter = nn.Parameter(made, self.trains and target.parameter.requires_grad)
         keep_attributes(parameter, target.parameter)
+        if target.parameter.requires_grad and not parameter.requires_grad:
+            FROZEN.add(id(parameter))
         for slot in target.slots:
             slot.module._parameters[slot.attribute] = parameter
 
@@ -179,14 +193,27 @@ def check_float_weight(weight: Tensor) -> None:
     if nn.parameter.is_lazy(weight):
         raise ValueError("the weight is not initialized yet; run the model once")
     if isinstance(weight, QuantizedTensor):
-        raise ValueError(f"is already quantized: {weight!r}")
+        raise ValueError(f"is already quantized: {weight!r}; take the float model, or dequantize_(model) first")
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"takes float32, float16 or bfloat16 weights, this one is {weight.dtype}")
 
 
+_sizes_only = ContextVar("_sizes_only", default=False)
+
+
+@contextmanager
+def sizes_only(only: bool) -> Iterator[None]:
+    """If `only`, let weights on the meta device pass the checks of recipes: a dry run has no use for their values."""
+    token = _sizes_only.set(only)
+    try:
+        yield
+    finally:
+        _sizes_only.reset(token)
+
+
 def check_has_values(weight: Tensor, recipe: Recipe) -> None:
     """Raise `ValueError` where `weight` is on the meta device."""
-    if weight.is_meta:
+    if weight.is_meta and not _sizes_only.get():
         raise ValueError(
             f"the weight is on the meta device, without values to quantize by {recipe.name}(); load it first"
         )
@@ -250,8 +277,10 @@ class WeightRecipe(Recipe):
     def check(self, weight: Tensor) -> None:
         self.check_form(weight)
         check_has_values(weight, self)
+        if weight.is_meta or not weight.numel():
+            return
         # `isfinite` takes ten times as long; a NaN or an infinity is an extreme of the whole.
-        if weight.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all()):
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(weight.detach()))).all()):
             bad = int((~torch.isfinite(weight)).sum())
             raise ValueError(f"has {bad} values of {weight.numel()} that are NaN or infinite")
 
@@ -280,7 +309,40 @@ def register_recipe(name: str) -> Callable[[C], C]:
         if RECIPES.setdefault(name, cls) is not cls:
             raise ValueError(f"register_recipe: {name!r} is taken by {RECIPES[name]!r}")
         cls.name = name
-        jsonable(cls)
+        jsonable(cls, name)
+        _check_arguments(cls)
         return cls
 
     return decorate
+
+
+def _check_arguments(cls: type[Recipe]) -> None:
+    """Make the calls of a recipe raise `TypeError` in one line for arguments that it lacks or that have another type
+    than their fields: numbers and texts at first, others unless `__post_init__` converts or refuses them."""
+    init: Any = cls.__init__
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if any(isinstance(value, nn.Module) for value in args):
+            raise TypeError(f"{cls.name}: takes no model; write quantize_(model, {cls.name}(...))")
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError as error:
+            known = list(signature.parameters)[1:]
+            near = [name for key in kwargs if key not in known for name in get_close_matches(key, known, 1)]
+            meant = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(known) or 'none'}"
+            raise TypeError(f"{cls.name}: {error}{meant}") from None
+        plain = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
+        if wrong := wrong_type(cls, plain, (int, float, bool, str, NoneType, WeightRecipe)):
+            raise TypeError(f"{cls.name}: {wrong}")
+        try:
+            init(self, *args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if str(error).startswith(cls.name) or not (wrong := wrong_type(cls, given)):
+                raise
+            raise TypeError(f"{cls.name}: {wrong}") from error
+        if wrong := wrong_type(cls, vars(self)):
+            raise TypeError(f"{cls.name}: {wrong}")
+
+    cls.__init__ = checked  # type: ignore[method-assign]

@@ -88,7 +88,7 @@ class _SubByte(_Grouped):
 
     def __post_init__(self) -> None:
         kind, dtype = self.kind, self.dtype
-        if isinstance(dtype, int):
+        if isinstance(dtype, int) and not isinstance(dtype, bool):
             hint = f": write torch.{kind}{dtype}" if 1 <= dtype <= 7 else ""
             raise TypeError(f"{self.name} takes a dtype, torch.{kind}1 to torch.{kind}7, got {dtype}{hint}")
         found = qdtype(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -38,9 +37,9 @@ class StaticActivationRecipe(WeightRecipe):
         if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
             scale = scale.item()
         if scale is not None:
-            if isinstance(scale, bool) or not isinstance(scale, Real):
-                got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
-                raise TypeError(f"{self.name}: scale is a number or a tensor of one element, got {got}")
+            if isinstance(scale, Tensor):
+                got = f"a tensor of shape {tuple(scale.shape)}"
+                raise TypeError(f"{self.name}: scale takes a number or a tensor of one element, got {got}")
             # Numbers that are not normal have no finite inverse.
             if not torch.finfo(torch.float32).tiny <= float(scale) <= torch.finfo(torch.float32).max:
                 raise ValueError(f"{self.name}: scale is positive, finite and a normal number in fp32, got {scale}")

@@ -250,17 +250,22 @@ def test_bench(llama: Path, command: Command) -> None:
         ((), 2, "required: command"),
         (("quantise",), 2, "invalid choice"),
         (("quantize", "SRC", "DST"), 2, "one of the arguments --recipe --config is required"),
-        (("quantize", "SRC", "DST", "--recipe", "int5"), 2, "there is no recipe 'int5'; known are "),
+        (("quantize", "SRC", "DST", "--recipe", "int5"), 2, "there is no recipe 'int5'; did you mean int"),
         (("quantize", "SRC", "--recipe", "int8_weight_only"), 2, "DST is missing"),
         (("quantize", "SRC", "DST", "--recipe", "int4_weight_only", "--set", "group=3"), 2, "argument 'group'"),
         (("quantize", "SRC", "DST", "--recipe", "int4_weight_only", "--set", "x"), 2, "--set takes NAME=VALUE"),
         (("quantize", "SRC", "DST", "--config", "none.json"), 2, "none.json: no such file"),
         (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--format", "ggml"), 2, "invalid choice"),
         (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--max-shard-size", "big"), 2, "not a size"),
-        (("quantize", "none", "DST", "--recipe", "int8_weight_only"), 1, "none: no such file"),
+        (("quantize", "none", "DST", "--recipe", "int8_weight_only"), 2, "none: no such file"),
         (("quantize", "SRC", "SRC", "--recipe", "int8_weight_only"), 1, "exists; remove it"),
         (("quantize", "SRC", "DST", "--recipe", "int4_weight_only(group_size=48)"), 1, "does not divide"),
-        (("inspect", "none"), 1, "none: no such file"),
+        (("quantize", "SRC", "DST", "--recipe", "int4_weight_onyl"), 2, "did you mean int4_weight_only"),
+        (("inspect", "none"), 2, "none: no such file"),
+        (("inspect", "EMPTY"), 2, "the folder is empty"),
+        (("bench", "SRC", "--rows", "0"), 2, "--rows: takes a positive number, got '0'"),
+        (("eval", "SRC", "--text", "TEXT"), 2, "eval: SRC has no tokenizer: 'added_tokens'"),
+        (("eval", "SRC", "--model", "BARE", "--text", "TEXT"), 2, "has no tokenizer, no file such as tokenizer.json"),
         (("explain", "SRC"), 2, "no weight is quantized; give a --recipe"),
         (("eval", "SRC", "--text", "none"), 2, "none: no such file"),
     ],
@@ -268,9 +273,14 @@ def test_bench(llama: Path, command: Command) -> None:
 )
 def test_errors(arguments: tuple[str, ...], status: int, error: str, tmp_path: Path, command: Command) -> None:
     source = save_shards(decoder().state_dict(), tmp_path / "float", 1)
-    places = {"SRC": str(source), "DST": str(tmp_path / "q")}
+    for name in ("empty", "bare"):
+        (tmp_path / name).mkdir()
+    for path in (tmp_path / "bare" / "config.json", tmp_path / "text.txt"):
+        path.write_text("{}")
+    places = {"SRC": source, "DST": tmp_path / "q", "TEXT": tmp_path / "text.txt"}
+    places |= {name.upper(): tmp_path / name for name in ("empty", "bare")}
     said = command(*[places.get(argument, argument) for argument in arguments], status=status)
-    assert error in said
+    assert error.replace("SRC", str(source)) in said
     assert "Traceback" not in said
     assert said.splitlines()[-1].startswith("qtorch")
     assert not (tmp_path / "q").exists()
@@ -279,5 +289,6 @@ def test_errors(arguments: tuple[str, ...], status: int, error: str, tmp_path: P
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     from qtorch.cli import main
 
-    with pytest.raises(FileNotFoundError):
+    (tmp_path / "none").write_text("no checkpoint")
+    with pytest.raises(ValueError, match="truncated, or not a safetensors file"):
         main(["inspect", str(tmp_path / "none"), "--debug"])

@@ -32,7 +32,18 @@ def program(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["quantize", "--help"], ["nothing"], ["inspect"]], ids=lambda value: " ".join(value)
+    "arguments",
+    [
+        ["--help"],
+        ["quantize", "--help"],
+        ["nothing"],
+        ["inspect"],
+        ["inspect", "no such file"],
+        ["quantize", "docs", "x", "--recipe", "int8_weight_onyl"],
+        ["bench", "docs", "--rows", "0"],
+        ["eval", "docs", "--text", "README.md"],
+    ],
+    ids=lambda value: " ".join(value),
 )
 def test_help_and_wrong_use_do_not_import_torch(arguments: list[str], program: list[str]) -> None:
     done = run(["-X", "importtime", *program], *arguments)
@@ -53,8 +64,8 @@ def test_run(program: list[str], tmp_path: Path) -> None:
     assert done.stdout.startswith("quantized 6 of ")
     assert (tmp_path / "q.safetensors").is_file()
     done = run(program, "inspect", tmp_path / "none")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"qtorch: error: {tmp_path / 'none'}: no such file\n"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"qtorch: error: {tmp_path / 'none'}: no such file or folder\n"
 
 
 def test_another_program_called_qtorch_is_left_alone(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_what_a_report_prints_is_read(recipe: object) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("int4", "there is no recipe 'int4'; known are "),
+        ("int4", "there is no recipe 'int4'; did you mean "),
         ("print('x')", "there is no recipe 'print'"),
         ("int4_weight_only(group_size=open('x'))", "there is no recipe, rule, layout or granularity 'open'"),
         ("int4_weight_only(layout=os.system)", "there is no os.system"),

@@ -107,12 +107,12 @@ def test_damaged_data_is_read_or_refused(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("data", "message"), [
-    ({"type": "PerGroup", "group_size": "32"}, "PerGroup cannot be made from"),
-    ({"type": "PerGroup", "group_size": 32.0}, "PerGroup.group_size takes a int, got 32.0"),
-    ({"type": "PerGroup", "group_size": True}, "PerGroup.group_size takes a int, got True"),
-    ({"type": "PerBlock", "sizes": [1, 2.5]}, r"PerBlock.sizes takes a tuple\[int, ...\], got \(1, 2.5\)"),
-    ({"type": "PerAxis", "axis": []}, r"PerAxis.axis takes a int, got \(\)"),
-    ({"type": "PerAxis", "axis": {}}, "PerAxis cannot be made from"),
+    ({"type": "PerGroup", "group_size": "32"}, "PerGroup.group_size takes an integer, got '32'"),
+    ({"type": "PerGroup", "group_size": 32.0}, "PerGroup.group_size takes an integer, got 32.0"),
+    ({"type": "PerGroup", "group_size": True}, "PerGroup.group_size takes an integer, got True"),
+    ({"type": "PerBlock", "sizes": [1, 2.5]}, r"PerBlock.sizes takes tuple\[int, ...\], got \(1, 2.5\)"),
+    ({"type": "PerAxis", "axis": []}, r"PerAxis.axis takes an integer, got \(\)"),
+    ({"type": "PerAxis", "axis": {}}, "PerAxis.axis takes an integer, got "),
     ({"type": "FixedRangeRule", "low": float("nan"), "high": 1.0}, "a field has the value NaN"),
     ({"type": "Rounding"}, "unknown type 'Rounding'"),
     ({"type": ["PerRow"]}, r"unknown type \['PerRow'\]"),

@@ -314,12 +314,15 @@ def onnx(
 
     Raises:
         ImportError: onnx or onnxscript is not installed.
-        ValueError: `opset_version` is below 21, no weight is quantized, or a weight quantizes its input to a format
-            for which ONNX has no operators.
+        ValueError: there is no input, `opset_version` is below 21, no weight is quantized, or a weight quantizes its
+            input to a format for which ONNX has no operators.
         RuntimeError: ONNX has no operator for an operation of the model; the message of torch.onnx names it.
     """
     if opset_version < OPSET:
         raise ValueError(f"onnx: opset_version is {opset_version}; weights in groups or of 4 bits need {OPSET} or more")
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    if not args and not kwargs:
+        raise ValueError("onnx: args is empty; give inputs of the model, qtorch.export.onnx(model, (x,), path)")
     ready = model if schemes_of(model) else portable(model, activations)
     schemes = schemes_of(ready)
     for name, scheme in schemes.items():
@@ -332,7 +335,7 @@ def onnx(
     with torch.no_grad():
         program = torch.onnx.export(
             ready,
-            tuple(args),
+            args,
             kwargs=dict(kwargs or {}),
             dynamo=True,
             opset_version=opset_version,

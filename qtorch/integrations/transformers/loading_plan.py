@@ -23,7 +23,7 @@ from ...model.misfit import choose as choose_fitting
 from ...model.module_repr import get_model_size_in_bytes
 from ...model.report import QuantizeReport, skipped_row
 from ...model.targets import Target, find_targets, is_asked_by_name, named_errors
-from ...quantize_api import check_targets, place, quantize_
+from ...quantize_api import check_targets, instead_of, place, quantize_
 from ...recipes.base import Recipe, WeightRecipe
 from ...training.weights.base import TrainingWeight
 from ...training.weights.codes import CodesWeight
@@ -40,9 +40,8 @@ class Plan:
     def __init__(self, model: Any, config: QtorchConfig) -> None:
         known = list(config.recipe.values()) if isinstance(config.recipe, dict) else [config.recipe]
         if not known or not all(isinstance(each, Recipe) or (each is None and len(known) > 1) for each in known):
-            raise ValueError(
-                f"QtorchConfig: takes a recipe, or a mapping from names to recipes; got {config.recipe!r:.80}"
-            )
+            got = f"{config.recipe!r:.80}{instead_of(config.recipe)}"
+            raise ValueError(f"QtorchConfig: takes a recipe, or a mapping from names to recipes; got {got}")
         self.batches: list[Any] = []
         given = config.calibrated(self.batches)
         for recipe in filter(None, given.values() if isinstance(given, dict) else [given]):

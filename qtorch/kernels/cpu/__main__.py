@@ -15,6 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--user", action="store_true", help="into the user's cache; so it is too where the package cannot be written"
     )
+    parser.add_argument("--needed", action="store_true", help="the best set of this machine and the portable one alone")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.sets if name not in names]:
         parser.error(f"no instruction set {', '.join(unknown)} here; there are {', '.join(names)}")
@@ -23,8 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
         directory = cache.folder()
         if reason := cache.prepare(directory):
             parser.error(reason)
-    errors = build.build(directory, names=options.sets, say=_say)
-    for name in options.sets or names:
+    wanted = build.needed() if options.needed else options.sets
+    errors = build.build(directory, names=wanted, say=_say)
+    for name in wanted or names:
         _say(f"{name}: {errors.get(name, build.library_path(name, directory))}")
     return bool(errors)
 

@@ -84,6 +84,28 @@ def find_compiler() -> list[str] | None:
     return [found] if found else None
 
 
+def needed() -> list[str]:
+    """The instruction sets that this machine needs: the best of which it has all instructions, and the portable one."""
+    known, sets, always = _macros("-march=native"), instruction_sets(), _macros("")
+    own = [name for name, flags in sets.items() if (more := _macros(flags) - always) and more <= known]
+    return list(dict.fromkeys([*own[-1:], next(iter(sets))]))
+
+
+def _macros(flags: str) -> set[str]:
+    """Names of the macros by which a compiler says what it may use; none if it does not know the flags."""
+    command = [*(find_compiler() or ["c++"]), *flags.split(), "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return {line.split()[1] for line in done.stdout.splitlines()} if not done.returncode else set()
+
+
+def is_current(path: Path) -> bool:
+    """Whether a library is there, of these sources."""
+    return path.is_file() and fingerprint().encode() in path.read_bytes()
+
+
 def build(
     directory: Path = LIBRARIES,
     extra: Sequence[str] = (),
@@ -91,11 +113,12 @@ def build(
     say: Callable[[str], object] = lambda line: None,
     machine: str = "",
 ) -> dict[str, str]:
-    """Compile every library into `directory`.
+    """Compile every library into `directory` that is not there, of these sources.
 
     Args:
-        extra: more compiler flags, such as those of a sanitizer.
-        names: of the instruction sets; empty for all. The operators always come with them.
+        extra: more compiler flags, such as those of a sanitizer; then all are compiled.
+        names: of the instruction sets, in the order in which they are begun; empty for all. The operators always come
+            with them.
         say: is told what is being compiled, and how long it took.
         machine: for which the compiler that CXX names compiles, by default this one.
 
@@ -103,8 +126,12 @@ def build(
         What went wrong, by instruction set or `OPERATORS`; empty if all is well.
     """
     sets = instruction_sets(machine)
-    wanted = {name: flags for name, flags in sets.items() if not names or name in names}
+    wanted = {name: sets[name] for name in names or sets if name in sets}
     wanted[OPERATORS] = f"{next(iter(sets.values()))} -fexceptions -frtti"
+    if not extra:
+        wanted = {name: flags for name, flags in wanted.items() if not is_current(library_path(name, directory))}
+    if not wanted:
+        return {}
     compiler = find_compiler()
     if compiler is None:
         return dict.fromkeys(wanted, "there is no C++ compiler on the PATH")
@@ -114,13 +141,16 @@ def build(
         return dict.fromkeys(wanted, str(error))
     workers = min(len(wanted), os.cpu_count() or 1) or 1
     say(f"compiling the CPU kernels for {', '.join(wanted)} with {compiler[0]}, {workers} at a time")
+    finished: list[str] = []
 
     def job(name: str, flags: str) -> str:
         start = time.perf_counter()
         command = [*compiler, *_COMMON.split(), *flags.split(), *extra]
         source = "operators.cpp" if name == OPERATORS else "kernels.cpp"
         message = _compile(command, SOURCES / source, library_path(name, directory))
-        say(f"CPU kernels for {name}: {'not built' if message else f'{time.perf_counter() - start:.0f} s'}")
+        finished.append(name)
+        took = "not built" if message else f"{time.perf_counter() - start:.0f} s"
+        say(f"CPU kernels {len(finished)} of {len(wanted)}, {name}: {took}")
         return message
 
     with ThreadPoolExecutor(workers) as pool:

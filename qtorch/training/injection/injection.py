@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from ...model.install import QuantizationState
+from ...primitives.tracing import plain_name
 from ..engine.contraction import contraction
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.operand import STATELESS, ContractionState
 from ..quantization_aware.schedule import QuantizationSchedule
 from ..recipes.scheduled import ScheduledContraction
-from .mode import CallSite, Constants, InjectionMode, ModuleStack, plain_name
+from .mode import CallSite, Constants, InjectionMode, ModuleStack
 from .stored import StoredOperands
 
 Rules = TrainingSpec | Mapping[str, "TrainingSpec | None"] | Callable[[CallSite], "TrainingSpec | None"]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...dtypes.dispatch import autocasts, without_autocast
-from ...primitives.tracing import outside_graphs
+from ...primitives.tracing import outside_graphs, plain_name
 from .contractions import FUNCTIONS, INLINED, Call, Declined
 
 
@@ -40,11 +40,6 @@ class CallSite:
     def name(self) -> str:
         """``"encoder.layer.0.attention.query:linear"``; the second and further ones have a number, ``":matmul.1"``."""
         return f"{self.module}:{self.function}" + (f".{self.index}" if self.index else "")
-
-
-def plain_name(name: str) -> str:
-    """The name of a module or parameter without what torch.compile adds to it."""
-    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
 
 
 class ModuleStack:

@@ -66,6 +66,28 @@ def test_a_compiler_that_fails(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
+def test_what_this_machine_needs():
+    """The best set that it runs and that the compiler knows, and the portable one."""
+    sets, compiler = build.instruction_sets(), build.find_compiler()
+    known = [name for name in sets if compiled_library.runs_here(name) and build.accepts(compiler, sets[name])]
+    assert build.needed() == list(dict.fromkeys([known[-1], "portable"]))
+
+
+def test_current_libraries_are_not_compiled_again(tmp_path, monkeypatch):
+    compiled, lines = [], []
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_compile", lambda command, source, target: compiled.append(target.name) or "")
+    both = [build.library_path(name, tmp_path) for name in ("portable", build.OPERATORS)]
+    both[0].write_bytes(b"\x7fELF" + build.fingerprint().encode())
+    both[1].write_bytes(b"of other sources")
+    assert build.build(tmp_path, names=["portable"], say=lines.append) == {}
+    assert compiled == [both[1].name]
+    assert lines[-1].startswith("CPU kernels 1 of 1, operators: ")
+    assert build.build(tmp_path, extra=["-g"], names=["portable"]) == {}
+    assert sorted(compiled[1:]) == sorted(path.name for path in both)
+
+
 @NEEDS_LIBRARY
 def test_libraries_of_other_sources_are_refused(monkeypatch):
     """A checkout that moved on does not call what was built before."""
