@@ -1,12 +1,14 @@
-"""Calibration of two small models, weight-only and asymmetric: how much of what rounding to nearest costs is recovered.
+"""Calibration of small models, weight-only and asymmetric: how much of what rounding to nearest costs is recovered.
 
 minilm   the sentence model of the demo, calibrated on 256 docstrings. Mean cosine to the float model's embeddings of
          600 other texts, and the mean reciprocal rank (MRR) on 1,000 pairs as a share of the float model's.
 llama    the Llama of 1M parameters of `tutorials.qat_llama`, calibrated on 128 x 128 bytes. Perplexity a byte, and the
          KL divergence from the float model. Here, qat and lsq train 250 steps more, on 16 x 128 bytes each, and
          auto-round is the package of that name, where it is installed.
+mixture  a mixture of 64 experts in each of 3 layers, 4 for a token, of 5M parameters, trained for 500 steps of 16 x 128
+         bytes, and calibrated on 24 x 32 bytes, of which few come to an expert. Judged as the Llama.
 
-    python -m benchmarks.bench_calibration [--models llama minilm] [--seeds 3] [--methods ...] [--save]
+    python -m benchmarks.bench_calibration [--models llama mixture] [--seeds 3] [--methods ...] [--save]
 
 A seed draws the calibration data. With `--save` each row is written to results/calibration.json as soon as it is there.
 """
@@ -40,6 +42,7 @@ Method = Callable[[Any, Any, dict[str, Any]], Recipe]
 
 TRAINED = ("qat", "lsq")
 PEERS = ("auto-round",)
+OF_EXPERTS = ("gptq, all experts", "auto, all experts")
 WITHOUT_DATA = ("nearest", "mse", "hqq")
 
 METHODS: dict[str, Method] = {
@@ -50,6 +53,8 @@ METHODS: dict[str, Method] = {
     "target": lambda recipe, data, options: calibrated(recipe, data, target=FloatTarget(residual=False), **options),
     "target, residual": lambda recipe, data, options: calibrated(recipe, data, **options),
     "auto": lambda recipe, data, options: auto(recipe, data, **options),
+    "gptq, all experts": lambda recipe, data, options: gptq(recipe, data, all_experts=True, **options),
+    "auto, all experts": lambda recipe, data, options: auto(recipe, data, all_experts=True, **options),
     "qat": lambda recipe, data, options: qtorch.training.qat(recipe),
     "lsq": lambda recipe, data, options: qtorch.training.lsq(recipe=recipe),
 }
@@ -81,7 +86,7 @@ class Task:
 
     def methods(self, asked: Iterable[str]) -> list[str]:
         """Those of the methods that this model can show."""
-        return [method for method in asked if method not in (*TRAINED, *PEERS)]
+        return [method for method in asked if method not in (*TRAINED, *PEERS, *OF_EXPERTS)]
 
     def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int, drawn: Drawn) -> None:
         recipe = qtorch.uintx_weight_only(f"uint{bits}", group_size=group_size)
@@ -151,16 +156,27 @@ class Llama(Task):
         self.run = run = qat_llama.Run()
         self.text = pretrain_llama.read_text(None, limit=64 << 20)
         torch.manual_seed(0)
-        self.float = pretrain_llama.make_model(run.size, run.length, extra_norms=False)
+        self.float = self.made()
         if path.exists():
             self.float.load_state_dict(torch.load(path, weights_only=True))
         else:
-            qat_llama.train(self.float, self.text, run, 0, run.steps, run.lr)
-            qat_llama.train(self.float, self.text, run, run.steps, run.more_steps, run.more_lr)
+            self.train(self.float)
             torch.save(self.float.state_dict(), path)
         self.float.eval().requires_grad_(False)
         self.batches = self.text.validation_batches(run.batches, 2 * run.rows, run.length)
         self.logits = self._logits(self.float)
+
+    def made(self) -> nn.Module:
+        from benchmarks import pretrain_llama
+
+        return pretrain_llama.make_model(self.run.size, self.run.length, extra_norms=False)
+
+    def train(self, model: nn.Module) -> None:
+        from tutorials import qat_llama
+
+        run = self.run
+        qat_llama.train(model, self.text, run, 0, run.steps, run.lr)
+        qat_llama.train(model, self.text, run, run.steps, run.more_steps, run.more_lr)
 
     @torch.no_grad()
     def _logits(self, model: nn.Module) -> list[Tensor]:
@@ -185,7 +201,8 @@ class Llama(Task):
         return isinstance(module, nn.Linear) and "head" not in name
 
     def methods(self, asked: Iterable[str]) -> list[str]:
-        return [method for method in asked if method not in PEERS or importlib.util.find_spec("auto_round")]
+        found = [method for method in asked if method not in OF_EXPERTS]
+        return [method for method in found if method not in PEERS or importlib.util.find_spec("auto_round")]
 
     def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int, drawn: Drawn) -> None:
         if method in PEERS:
@@ -225,10 +242,47 @@ class Llama(Task):
         ).quantize()
 
 
+class Mixture(Llama):
+    configurations = ((3, 32),)
+
+    def made(self) -> nn.Module:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False}
+        experts = {"num_experts": 64, "num_experts_per_tok": 4, "norm_topk_prob": True, "router_aux_loss_coef": 0.01}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=256, use_cache=False, **sizes, **heads, **experts))
+
+    def train(self, model: nn.Module) -> None:
+        steps, peak = 500, 3e-3
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+        for step in range(steps):
+            warm, done = min(1.0, (step + 1) * 10 / steps), max(0.0, (step / steps - 0.1) / 0.9)
+            for group in optimizer.param_groups:
+                group["lr"] = peak * warm * (0.525 + 0.475 * math.cos(math.pi * done))
+            ids = self.text.batch(0, step, 16, self.run.length)[0]
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids, output_router_logits=True).loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    def data(self, seed: int) -> Drawn:
+        ids = self.text.batch(1000 + seed, 0, 24, 32)[0]
+        return [{"input_ids": part} for part in ids.split(8)], {}
+
+    @staticmethod
+    def is_quantized(module: nn.Module, name: str) -> bool:
+        return "head" not in name
+
+    def methods(self, asked: Iterable[str]) -> list[str]:
+        return [method for method in asked if method not in (*TRAINED, *PEERS)]
+
+
 TASKS: Mapping[str, Callable[[Path], Task]] = {
     "minilm": lambda folder: MiniLM(),
     "minilm on code": lambda folder: MiniLMOnCode(),
     "llama": lambda folder: Llama(folder / "llama.pt"),
+    "mixture": lambda folder: Mixture(folder / "mixture.pt"),
 }
 
 

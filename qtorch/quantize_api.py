@@ -24,7 +24,7 @@ from .model.install import Change, PreparedModule, all_or_nothing, check_model, 
 from .model.misfit import Check, OnMisfit, coarser
 from .model.misfit import choose as choose_fitting
 from .model.module_repr import get_model_size_in_bytes, show_quantized
-from .model.report import QuantizeReport, quantized_row, skipped_row, why_nothing
+from .model.report import QuantizeReport, quantized_row, skipped_row, warn_of_few_tokens, why_nothing
 from .model.targets import Filter, Reach, Refused, Target, find_targets, named_errors
 from .primitives.discovery import import_later, no_attribute
 from .primitives.granularity import IndivisibleError
@@ -193,6 +193,7 @@ def quantize_(
         model.to(device)
     if not dry_run:
         tell(model, {slot.name: target.recipe for target in found if target.recipe for slot in target.slots})
+    warn_of_few_tokens("quantize_", rows, stacklevel=5)
     told = advice({row.kernel for row in rows})
     report = QuantizeReport(tuple(rows), dry_run, *elements, before, 0, transforms, expected, told)
     after = before - report.bytes_before + report.bytes_after if dry_run else get_model_size_in_bytes(model)

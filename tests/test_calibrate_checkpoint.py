@@ -52,6 +52,15 @@ def test_the_same_bits_as_quantize_(make: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".q*"))
 
 
+def test_few_tokens_are_warned_of_as_by_quantize_(tmp_path: Path) -> None:
+    source, model = saved(made(), tmp_path / "float"), on_meta()
+    few = [batches()[0][:4]]
+    with pytest.warns(UserWarning, match=r"quantize_: \d+ of \d+ weights were calibrated on fewer tokens"):
+        quantize_(made(), gptq(INT3, few))
+    with pytest.warns(UserWarning, match=r"quantize_checkpoint: \d+ of \d+ weights were calibrated on fewer tokens"):
+        quantize_checkpoint(source, tmp_path / "q.safetensors", gptq(INT3, few), model=model)
+
+
 def test_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of float weights, one block and what is outside of blocks."""
     blocks = 5

@@ -29,7 +29,7 @@ FLOORS: list[list[str]] = [
     ["recipes"],
     ["checkpoint/formats"],
     ["calibration"],
-    ["calibration/allocation"],
+    ["calibration/allocation", "calibration/compare"],
     ["checkpoint/streaming"],
     ["training/engine"],
     ["training/weights"],

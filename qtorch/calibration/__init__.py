@@ -6,6 +6,7 @@ quantize_(model, observed(int8_static_activation_int8_weight(), batches))
 
 from .allocation.allocate import allocate
 from .calibrated import CalibratedRecipe as calibrated
+from .compare import Comparison, ModuleError, OutputError, compare_models
 from .importance_weighted import ImportanceWeighted as importance_weighted
 from .methods import auto, gptq, observed
 from .observers import Observer, delayed_scaling, entropy, min_max, moving_average, mse, percentile, weighted_stats
@@ -16,11 +17,14 @@ __all__ = [
     "AutoRound",
     "Awq",
     "Clip",
+    "Comparison",
     "Descent",
     "FloatTarget",
     "Gptq",
+    "ModuleError",
     "Nearest",
     "Observer",
+    "OutputError",
     "Rotate",
     "Rounding",
     "ScaleRefit",
@@ -32,6 +36,7 @@ __all__ = [
     "awq",
     "calibrated",
     "clip",
+    "compare_models",
     "delayed_scaling",
     "entropy",
     "four_over_six",

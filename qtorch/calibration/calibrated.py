@@ -78,7 +78,7 @@ def round_matrix(
     Fewer tokens than inputs leave most of H unknown: then it is damped K / tokens times as much.
     """
     begun = time.perf_counter()
-    tokens = moments.rows / weight.shape[1]
+    tokens = moments.count / weight.shape[1]
     few = max(1.0, 1 / tokens)
     target, rounding = target and target.damped(few), rounding.damped(few)
     if scales is not None and tokens < scales.tokens:
@@ -107,7 +107,8 @@ def round_matrix(
     steps = [*([] if scales is None else [scales]), rounding, *refine]
     method = " + ".join([*([] if pruning is None else ["prune"]), *(type(step).__name__.lower() for step in steps)])
     seconds = time.perf_counter() - begun
-    return RoundedMatrix(grid, goal, moment, CalibrationReport(method, moments.rows, error, nearest, damping, seconds))
+    report = CalibrationReport(method, moments.rows, error, nearest, damping, seconds, inputs=weight.shape[1])
+    return RoundedMatrix(grid, goal, moment, report)
 
 
 def best_rows(goal: Tensor, moment: Tensor, grids: Sequence[Grid]) -> Grid:
@@ -129,12 +130,14 @@ def relative_loss(error: Tensor, moment: Tensor, weight: Tensor) -> float:
 
 def combined_report(reports: Sequence[CalibrationReport]) -> CalibrationReport:
     """The report on a weight of several matrices, such as the experts of a layer."""
-    counted = [report for report in reports if report.tokens]
+    counted = [report for report in reports if report.error is not None]
     if not counted or len(reports) == 1:
         return reports[0]
     method = counted[0].method
     if missing := len(reports) - len(counted):
         method += f"; {missing} of {len(reports)} experts to nearest: not used by the data"
+    if short := sum(report.is_short for report in counted):
+        method += f"; {short} of {len(reports)} experts saw fewer tokens than they have inputs"
     return replace(
         counted[0],
         method=method,
@@ -207,6 +210,9 @@ class CalibratedRecipe(WeightRecipe):
         observer: how the scale of a static activation is chosen, from the inputs of the model as quantized so far: an
             observer, or the word for one; None is `mse()`. Weights with one input have one scale, and so have the
             experts of one parameter. For recipes that leave the scale out.
+        all_experts: the experts of a mixture are calibrated on all tokens too, each of which counts for 3% of one
+            that the router sends to the expert; for those in one parameter, called as in transformers. Experts that
+            see few or no tokens gain by it. The experts then run on all tokens, which takes time.
         transforms: of the float weights of the whole model, in this order, before any is rounded.
         forward: called as ``forward(model, batch)`` instead of the model.
         mask: batch -> (sequences, tokens), 1 for tokens that count; by default the ``attention_mask`` of a mapping.
@@ -230,6 +236,7 @@ class CalibratedRecipe(WeightRecipe):
     forward: Callable[[nn.Module, Any], Any] | None = field(default=None, repr=False, compare=False)
     mask: Callable[[Any], Tensor] | None = field(default=None, repr=False, compare=False)
     strict: bool = False
+    all_experts: bool = False
     transforms: tuple[Transform, ...] = ()
 
     def __post_init__(self) -> None:
@@ -355,7 +362,7 @@ class CalibratedRecipe(WeightRecipe):
     def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
         spec = self.linear_spec().weight
         moments = statistics.get(self._moments)
-        if isinstance(moments, SecondMoment) and moments.rows:
+        if isinstance(moments, SecondMoment) and moments.count:
             pruning = self.recipe.kept if self.recipe.prunes else None
             return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine, pruning)
         no_inputs = statistics.get(NoInputs)

@@ -34,6 +34,7 @@ def gptq(
     mask: Callable[[Any], Tensor] | None = ...,
     transforms: Sequence[Transform] = ...,
     strict: bool = ...,
+    all_experts: bool = ...,
 ) -> CalibratedRecipe: ...
 
 
@@ -72,6 +73,7 @@ def auto(
     learn: AutoRound | None = None,
     transforms: Sequence[Transform] = (),
     strict: bool = False,
+    all_experts: bool = False,
 ) -> CalibratedRecipe:
     """GPTQ against the outputs of the float model, then coordinate descent and refitted scales.
 
@@ -80,9 +82,10 @@ def auto(
 
     Args:
         learn: `AutoRound()` improves all weights of a block together in the end; it takes several times as long.
-        recipe, batches, forward, mask, transforms, strict: see `calibrated`.
+        recipe, batches, forward, mask, transforms, strict, all_experts: see `calibrated`.
     """
     options: dict[str, Any] = {"forward": forward, "mask": mask, "strict": strict, "transforms": transforms}
+    options["all_experts"] = all_experts
     options |= {"target": FloatTarget(damping=0.1), "rounding": Gptq(damping=0.1), "scales": ScaleSearch(tokens=32)}
     return CalibratedRecipe(recipe, batches, refine=(Descent(), ScaleRefit(), Descent()), learn=learn, **options)
 

@@ -19,6 +19,9 @@ from ..primitives.affine import finite_rows
 
 S = TypeVar("S", bound="Statistic")
 
+BLENDED = 0.03
+"""What a token counts for in the statistics of an expert to which the router does not send it."""
+
 
 class Statistic:
     """Base class of statistics of the inputs of one weight.
@@ -75,11 +78,17 @@ class Sum(Statistic):
     def __init__(self) -> None:
         super().__init__()
         self.total: Tensor | None = None
+        self.blended = 0.0
         self.closed = False
 
+    @property
+    def count(self) -> float:
+        """Rows seen, and those of `blend` at what they count for."""
+        return self.rows + self.blended
+
     def close(self) -> None:
-        if self.total is not None and self.rows and not self.closed:
-            self.total.div_(self.rows)  # the mean, without a second matrix (K, K)
+        if self.total is not None and self.count and not self.closed:
+            self.total.div_(self.count)  # the mean, without a second matrix (K, K)
         self.closed = True
 
     def of(self, rows: Tensor) -> Tensor:
@@ -92,12 +101,17 @@ class Sum(Statistic):
         self.total = _sum(self.total, self.of(rows.float()))
         self.rows += rows.shape[0]
 
+    def blend(self, rows: Tensor, of_float: Tensor) -> None:
+        """Add rows that an expert would get if the router sent it all tokens; each counts for `BLENDED` of a row."""
+        self.total = _sum(self.total, self.of(rows.float()).mul_(BLENDED))
+        self.blended += BLENDED * len(rows)
+
     @property
     def mean(self) -> Tensor:
         """The mean over all rows seen."""
-        if self.total is None or not self.rows:
+        if self.total is None or not self.count:
             raise ValueError(f"{type(self).__name__}: no row was seen")
-        return self.total if self.closed else self.total / self.rows
+        return self.total if self.closed else self.total / self.count
 
 
 def _sum(total: Tensor | None, added: Tensor) -> Tensor:
@@ -132,13 +146,17 @@ class Moments(SecondMoment):
         self.residual_total: Tensor | None = None
 
     def close(self) -> None:
-        if self.cross_total is not None and self.rows and not self.closed:
-            self.cross_total.div_(self.rows)
+        if self.cross_total is not None and self.count and not self.closed:
+            self.cross_total.div_(self.count)
         super().close()
 
     def update_pair(self, rows: Tensor, of_float: Tensor) -> None:
         self.update(rows)
         self.cross_total = _sum(self.cross_total, of_float.float().t() @ rows.float())
+
+    def blend(self, rows: Tensor, of_float: Tensor) -> None:
+        super().blend(rows, of_float)
+        self.cross_total = _sum(self.cross_total, (of_float.float().t() @ rows.float()).mul_(BLENDED))
 
     def update_residual(self, rows: Tensor, error: Tensor) -> None:
         self.residual_total = _sum(self.residual_total, error.float().t() @ rows.float())
@@ -148,7 +166,7 @@ class Moments(SecondMoment):
         """E[x x~^T], (K, K); None if the float model was not run."""
         if self.cross_total is None or self.closed:
             return self.cross_total
-        return self.cross_total / self.rows
+        return self.cross_total / self.count
 
     @property
     def residual(self) -> Tensor | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -64,25 +63,7 @@ def _quantized(
         for target, statistics in run:
             assert target.recipe is not None
             run.install(target, target.recipe.make_in_order(target, target.parameter.detach(), statistics))
-    warn_of_few_tokens(targets, run.made)
     return run.made
-
-
-def warn_of_few_tokens(targets: Sequence[Target[Recipe]], made: Mapping[Tensor, Calibrated]) -> None:
-    """Say which weights were rounded on fewer tokens than they have inputs."""
-    few = []
-    for target in targets:
-        if (of := made.get(target.parameter)) is not None and of.report.error is not None:
-            inputs = target.kind.to_matrix(target.parameter).shape[-1]
-            if of.report.tokens < inputs:
-                few.append((of.report.tokens / inputs, of.report.tokens, inputs, target.slot.name))
-    if few:
-        _, tokens, inputs, name = min(few)
-        warnings.warn(
-            f"quantize_: {len(few)} of {len(targets)} weights were calibrated on fewer tokens than they have inputs "
-            f"({name}: {tokens} for {inputs}), which gains little over rounding to nearest; give more batches",
-            stacklevel=2,
-        )
 
 
 def estimate_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> CalibrationEstimate | None:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import bench, convert, eval, explain, inspect, quantize
+from . import bench, compare, convert, eval, explain, inspect, quantize
 from .arguments import UsageError, check, positive
 
 __all__ = ["answer_without_torch", "main"]
 
-COMMANDS: tuple[Any, ...] = (quantize, inspect, convert, eval, explain, bench)
+COMMANDS: tuple[Any, ...] = (quantize, inspect, convert, eval, compare, explain, bench)
 """Modules with `add_arguments(parser)` and `run(arguments)`, some with a `check(arguments)`, which needs no torch; the
 first line of the docstring is the help."""
 

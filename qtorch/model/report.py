@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -34,6 +35,7 @@ class CalibrationReport:
         damping: the largest that was used.
         seconds: time for the weight, without running the model.
         input_range: (low, high) that the codes of a static activation represent, if data chose it.
+        inputs: numbers in a row of inputs; 0 if no error was measured.
     """
 
     method: str
@@ -43,6 +45,12 @@ class CalibrationReport:
     damping: float
     seconds: float
     input_range: tuple[float, float] | None = None
+    inputs: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the weight was rounded on fewer tokens than it has inputs."""
+        return self.error is not None and self.tokens < self.inputs
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,21 @@ class LayerReport:
     kernel: str | None = None
     also: tuple[str, ...] = ()
     calibration: CalibrationReport | None = None
+
+
+def warn_of_few_tokens(function: str, layers: Sequence[LayerReport], stacklevel: int = 4) -> None:
+    """Say which weights were rounded on fewer tokens than they have inputs, to the caller of a public function."""
+    short = [(of.tokens / of.inputs, layer) for layer in layers if (of := layer.calibration) and of.is_short]
+    if short:
+        _, worst = min(short, key=lambda pair: pair[0])
+        assert worst.calibration is not None
+        warnings.warn(
+            f"{function}: {len(short)} of {sum(layer.calibration is not None for layer in layers)} weights were "
+            f"calibrated on fewer tokens than they have inputs ({worst.name}: {worst.calibration.tokens} for "
+            f"{worst.calibration.inputs}), which gains little over rounding to nearest; give more batches, or for "
+            "experts all_experts=True",
+            stacklevel=stacklevel,
+        )
 
 
 QUANTIZED_BEFORE = "is quantized already"

@@ -211,6 +211,23 @@ def test_eval_by_hand(llama: Path, tmp_path: Path, command: Command) -> None:
     assert json.loads(said)["perplexity"] == pytest.approx(wanted, rel=1e-5)
 
 
+def test_compare(llama: Path, tmp_path: Path, command: Command) -> None:
+    arguments = ("--text", text_file(tmp_path), "--length", 32, "--json")
+    command("quantize", llama, tmp_path / "q", "--recipe", "int8_weight_only")
+    by_folder = json.loads(command("compare", tmp_path / "q", "--reference", llama, *arguments))
+    by_recipe = json.loads(command("compare", llama, "--recipe", "int8_weight_only", "--shares", *arguments))
+    names = [module["name"] for module in by_recipe["modules"]]
+    # quantize_checkpoint leaves the head in floating point.
+    assert [name for name in names if name != "lm_head"] == [module["name"] for module in by_folder["modules"]]
+    assert "model.layers.1.mlp.down_proj" in names
+    assert by_recipe["divergence"] > 0
+    assert by_recipe["rest"] == pytest.approx(0, abs=1e-3)
+    assert 0 < by_folder["divergence"] < 2 * by_recipe["divergence"]
+    command("compare", llama, "--recipe", "int8_weight_only", *arguments[:-1], "--save", tmp_path / "report")
+    assert (tmp_path / "report" / "comparison.json").is_file()
+    assert "--reference" in command("compare", llama, *arguments, status=2)
+
+
 def test_lm_eval_is_named(llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -251,14 +253,7 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
         Raises:
             ImportError: `png` is true and matplotlib is not installed.
         """
-        if png and not has_matplotlib():
-            raise ImportError("Allocation.save: png=True takes matplotlib: pip install matplotlib")
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / JSON).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        if png or (png is None and has_matplotlib()):
-            draw_curve(self, folder / PICTURE)
-        return folder
+        return write_report(folder, self.to_json(), (JSON, PICTURE), partial(draw_curve, self), png)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Allocation:
@@ -296,30 +291,51 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_curve(allocation: AllocationReport, path: Path) -> None:
-    """Write a PNG: the best sum of scores for each budget, the choice, and every candidate alone."""
+def write_report(
+    folder: str | os.PathLike[str], data: Any, names: tuple[str, str], draw: Callable[[Path], None], png: bool | None
+) -> Path:
+    """Write JSON `data`, and a picture by `draw` if `png` says so, to files of these names in a folder."""
+    if png and not has_matplotlib():
+        raise ImportError("save: png=True takes matplotlib: pip install matplotlib")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    if png or (png is None and has_matplotlib()):
+        draw(folder / names[1])
+    return folder
+
+
+@contextmanager
+def canvas(path: Path, height: float = 4.5) -> Iterator[Any]:
+    """The axes of a picture, which is written to `path` as a PNG; with a legend if anything has a label."""
     # Without pyplot, which keeps global state and may want a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 4.5), layout="constrained")
+    figure = Figure(figsize=(9.0, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    yield axes
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=7)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def draw_curve(allocation: AllocationReport, path: Path) -> None:
+    """Write a PNG: the best sum of scores for each budget, the choice, and every candidate alone."""
     timed = allocation.milliseconds is not None
     factor = 1e-6 if timed else 8 / allocation.elements
     # Only a logarithm of what is not zero: everything in floating point has no error.
     points = [(cost * factor, score) for cost, score in allocation.curve if score > 0]
-    if points:
-        axes.plot(*zip(*points), label="best for each budget")
-    for name, (cost, score) in allocation.uniform.items():
-        if score > 0:
-            axes.plot(cost * factor, score, "x", label=f"all {name}")
-    cost = sum(row.costs[row.chosen] for row in allocation.rows)
-    if allocation.score > 0:
-        axes.plot(cost * factor, allocation.score, "o", label=f"chosen, budget {allocation.budget}")
-    axes.set_yscale("log")
-    axes.set_xlabel("ms" if timed else "bits an element, scales included")
-    axes.set_ylabel(allocation.measure)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=7)
-    figure.savefig(path, format="png", dpi=110)
+    with canvas(path) as axes:
+        if points:
+            axes.plot(*zip(*points), label="best for each budget")
+        for name, (cost, score) in allocation.uniform.items():
+            if score > 0:
+                axes.plot(cost * factor, score, "x", label=f"all {name}")
+        cost = sum(row.costs[row.chosen] for row in allocation.rows)
+        if allocation.score > 0:
+            axes.plot(cost * factor, allocation.score, "o", label=f"chosen, budget {allocation.budget}")
+        axes.set_yscale("log")
+        axes.set_xlabel("ms" if timed else "bits an element, scales included")
+        axes.set_ylabel(allocation.measure)

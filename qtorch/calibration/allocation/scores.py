@@ -87,8 +87,8 @@ class Rows(NamedTuple):
         values = logits_of if named else next(iter(tensors_of(output)), None)
         if values is None:
             raise TypeError(
-                f"allocate: takes a model whose output holds a tensor in floating point, this one gave a "
-                f"{type(output).__name__}; give forward=, which returns one"
+                f"calibration: the output of the model, a {type(output).__name__}, holds no tensor in floating point; "
+                "give forward=, which returns one"
             )
         if values.dim() == 0:
             values = values.reshape(1, 1)

@@ -25,10 +25,11 @@ from ...checkpoint.part_file import Damaged
 from ...model.targets import Target
 from ..captures import Key, Use, UseRecorder, without_padding
 from ..data import Data, StopForward, eval_mode, tensors_of
-from ..statistics import NoInputs, Statistic, Statistics
+from ..statistics import NoInputs, Statistic, Statistics, Sum
 from .float_weights import Weights
 from .progress import Progress
-from .streams import Call, Stream, needed_outputs
+from .routing import Routing
+from .streams import Call, Stream, needed_outputs, replaced_forwards
 from .trace import Stage, Unit, trace
 
 M = TypeVar("M", bound="tuple[Any, ...]")
@@ -39,9 +40,11 @@ Step = tuple[Target[Any], "Statistics | dict[int, Statistics]"]
 
 @dataclass
 class StageInputs:
-    """The rows that the weights of a stage meet in one batch, and the residual that the output is added to."""
+    """The rows that the weights of a stage meet in one batch, for experts also those of all tokens, and the residual
+    that the output is added to."""
 
     rows: dict[Key, list[Tensor]] = field(default_factory=dict)
+    all_tokens: dict[Key, list[Tensor]] = field(default_factory=dict)
     residual: Tensor | None = None
 
 
@@ -227,11 +230,13 @@ class InOrder(Generic[M]):
         found: dict[Key, Statistics] = {}
         common: dict[tuple[int, type[Statistic]], Statistic] = {}
         every: dict[int, Statistic] = {}
+        all_experts = any(getattr(self.recipes[id(weight)], "all_experts", False) for weight in stage.weights)
         for batch in range(len(self.batches)):
-            seen, pair = self._inputs(stage, self.quantized, block, calls, batch), StageInputs()
+            routing = Routing(self.model if block is None else block, stage.weights, all_experts)
+            seen, pair = self._inputs(stage, self.quantized, block, calls, batch, routing), StageInputs()
             if of_float is not None or (self.paired and block is None):
                 with installed(self._floats):
-                    pair = self._inputs(stage, self.of_float, block, of_float, batch)
+                    pair = self._inputs(stage, self.of_float, block, of_float, batch, routing)
             residual = None
             if seen.residual is not None and pair.residual is not None:
                 residual = pair.residual - seen.residual
@@ -243,14 +248,13 @@ class InOrder(Generic[M]):
                         kind: kind() if kind.per_expert else common.setdefault((key[0], kind), kind()) for kind in kinds
                     }
                     every |= {id(statistic): statistic for statistic in found[key].values()}
-                of_pair = pair.rows.get(key, [])
-                matches = [part.shape for part in parts] == [part.shape for part in of_pair]
+                others = paired(seen.all_tokens.get(key, []), pair.all_tokens.get(key, []))
                 for statistic in found[key].values():
-                    for index, rows in enumerate(parts):
-                        if matches:
-                            statistic.update_pair(rows, of_pair[index])
-                        else:
-                            statistic.update(rows)
+                    for rows, of_pair in paired(parts, pair.rows.get(key, [])):
+                        statistic.update_pair(rows, of_pair)
+                    if isinstance(statistic, Sum):
+                        for rows, of_pair in others:
+                            statistic.blend(rows, of_pair)
                     if residual is not None and len(residual) == len(parts[0]):
                         statistic.update_residual(parts[0], residual)
             for statistic in every.values():
@@ -263,7 +267,13 @@ class InOrder(Generic[M]):
         return found
 
     def _inputs(
-        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call] | None, batch: int
+        self,
+        stage: Stage,
+        stream: Stream,
+        block: nn.Module | None,
+        calls: Sequence[Call] | None,
+        batch: int,
+        routing: Routing,
     ) -> StageInputs:
         """The inputs of the weights of a stage in one batch."""
         found = StageInputs()
@@ -276,7 +286,8 @@ class InOrder(Generic[M]):
                 self._summed_across.add(id(use.weight))
                 return
             if not stage.once or use.weight is stage.weights[0]:
-                found.rows.setdefault(use.key, []).extend(part.clone() for part in use.unpadded(mask))
+                into = found.all_tokens if routing.all_tokens else found.rows
+                into.setdefault(use.key, []).extend(part.clone() for part in use.unpadded(mask))
             left.discard(id(use.weight))
             if stage.once and not left and not follows:
                 raise StopForward
@@ -285,7 +296,8 @@ class InOrder(Generic[M]):
             found.residual = without_padding(residual.detach().reshape(-1, residual.shape[-1]), mask).clone()
             raise StopForward
 
-        with UseRecorder(stage.weights, seen, added if follows else None, self.transposed):
+        recorder = UseRecorder(stage.weights, seen, added if follows else None, self.transposed)
+        with replaced_forwards(routing.forwards()), recorder:
             try:
                 if block is None or calls is None:
                     stream.run_rest(batch)
@@ -317,6 +329,14 @@ class InOrder(Generic[M]):
     def _put_floats(self) -> None:
         for target, parameter in self._floats:
             put(target, parameter)
+
+
+def paired(parts: Sequence[Tensor], of_float: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Inputs with those of the float model for the same tokens. Where an expert got other tokens there, as routers that
+    `Routing` does not know may send them, inputs stand for their own float ones: half of them would be wrong pairs."""
+    if [part.shape for part in parts] != [part.shape for part in of_float]:
+        of_float = parts
+    return [(a, b if (a - b).square().sum() < a.square().sum() else a) for a, b in zip(parts, of_float, strict=True)]
 
 
 def put(target: Target[Any], parameter: nn.Parameter | None) -> None:

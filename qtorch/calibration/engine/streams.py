@@ -178,6 +178,7 @@ Run = Callable[[int], Any]
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Call these functions in place of the `forward` of modules."""
+    own = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     for module, function in forwards.items():
         vars(module)["forward"] = function
     try:
@@ -185,6 +186,8 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     finally:
         for module in forwards:
             vars(module).pop("forward", None)
+        for module, function in own.items():
+            vars(module)["forward"] = function
 
 
 class Stream:

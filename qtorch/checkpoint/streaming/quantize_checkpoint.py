@@ -19,7 +19,14 @@ from tqdm import tqdm
 
 from ...dtypes import QuantizedTensor
 from ...model.misfit import OnMisfit
-from ...model.report import QUANTIZED_BEFORE, LayerReport, QuantizeReport, quantized_row, skipped_row
+from ...model.report import (
+    QUANTIZED_BEFORE,
+    LayerReport,
+    QuantizeReport,
+    quantized_row,
+    skipped_row,
+    warn_of_few_tokens,
+)
 from ...model.targets import Reach, named_errors
 from ...primitives.files import naming
 from ...quantize_api import check_are_recipes
@@ -139,6 +146,7 @@ def quantize_checkpoint(
         finally:
             if calibrated is not None:
                 calibrated.close()
+    warn_of_few_tokens("quantize_checkpoint", rows)
     before = sum(math.prod(of.shape) for of in contents.values() if of.scheme is not None)
     size = sum(of.nbytes for of in contents.values())
     parameters = sum(math.prod(of.shape) for of in contents.values())
