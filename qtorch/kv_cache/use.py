@@ -78,5 +78,5 @@ def explain_attention(
         dtype: of the queries.
         device: type of their device.
     """
-    spec = KVCacheSpec(spec) if isinstance(spec, str) else spec
+    spec = (KVCacheSpec(spec) if isinstance(spec, str) else spec).settled()
     return explain_problem(problem_of(spec.form, head_dim, dtype, device))
