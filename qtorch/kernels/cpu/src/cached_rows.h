@@ -44,18 +44,28 @@ struct Cached {
     int64_t read_format() const { return unpacked() ? UINT4 : format; }
     int64_t read_bytes() const { return unpacked() ? run() * 4 : row_bytes(); }
 
-    // `count` rows of 2 or 3 bits as contiguous ones of 4 bits, whose byte holds items 2 b and 2 b + 1 of its run.
+    // `count` rows of 2 or 3 bits as contiguous ones of 4 bits, eight bytes at a time: byte b of each run holds its items
+    // 2 b and 2 b + 1. Up to 7 bytes behind the last row are written.
     void unpack(const uint8_t* row, int64_t count, uint8_t* out) const {
+        constexpr uint64_t EACH = 0x0101010101010101;
         int64_t size = run();
+        auto eight = [&](const uint8_t* p, int64_t i) {
+            uint64_t word = 0;
+            if (size - i >= 8) memcpy(&word, p + i, 8);
+            else memcpy(&word, p + i, size - i);
+            return word;
+        };
         for (int64_t t = 0; t < count; t++, row += code_token)
-            for (int64_t b = 0; b < 4; b++, out += size) {
-                const uint8_t *low = row + b / 2 * size, *high = row + 2 * size;
-                for (int64_t i = 0; i < size; i++) {
-                    uint8_t two = low[i] >> b % 2 * 4, codes = (two & 3) | (two & 12) << 2;
-                    if (format == UINT3) codes |= (high[i] >> 2 * b & 1) << 2 | (high[i] >> 2 * b & 2) << 5;
-                    out[i] = codes;
+            for (int64_t b = 0; b < 4; b++, out += size)
+                for (int64_t i = 0; i < size; i += 8) {
+                    uint64_t two = eight(row + b / 2 * size, i) >> b % 2 * 4;
+                    uint64_t codes = (two & 3 * EACH) | (two & 12 * EACH) << 2;
+                    if (format == UINT3) {
+                        uint64_t one = eight(row + 2 * size, i) >> 2 * b;
+                        codes |= (one & EACH) << 2 | (one & 2 * EACH) << 5;
+                    }
+                    memcpy(out + i, &codes, 8);
                 }
-            }
     }
 };
 
