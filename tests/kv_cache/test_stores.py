@@ -50,7 +50,7 @@ def rotated(spec, keys, values):
 
 
 def error_of(spec):
-    """More than the error of normal numbers: half a step of 8 standard deviations; rotated back, sums of such errors."""
+    """More than the error of normal numbers: half a step of 8 standard deviations; sums of such if rotated."""
     steps = 2 ** min(4, *(TOKENS[name].dtype.bits for name in (spec.dtype, spec.value_dtype))) - 1
     return (2 if spec.rotate_keys or spec.rotate_values else 1) * 4 / steps
 
@@ -128,7 +128,7 @@ def test_bytes():
 
 
 def test_rotation_is_exact_and_spreads_outliers():
-    """Products of rotated vectors are those of the vectors, and a large channel no longer costs the others their bits."""
+    """Products stay, and a large channel no longer costs the others their bits."""
     for width in (1, 20, 80, 96, 128):
         x, y = torch.randn(2, 3, 5, width, dtype=torch.float32).unbind(0)
         assert torch.allclose(rotate_heads(rotate_heads(x)), x, rtol=0, atol=2e-6)

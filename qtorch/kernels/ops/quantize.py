@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, affine, qdtype
-from ...primitives.rotated_spec import sylvester
 from ...primitives.layouts import can_pack_bits, pack_codes
+from ...primitives.rotated_spec import sylvester
 from ..cache_form import CacheForm, Parts
 from ..custom_ops import by_device, opaque
 from ..registry import QuantizedWeight

@@ -4,8 +4,8 @@
 
 A program reads a part of the tokens and writes its sums, their weights and the largest score; torch joins the parts
 (flash decoding). Scales of tokens are multiplied into scores and weights, so that codes go into the products as they
-are; in bf16 and fp16 all of them are exact. Bytes with two codes are two tiles, whose channels the query is read for; for
-codes of 2 and 3 bits, each channel reads its byte.
+are; in bf16 and fp16 all of them are exact. Bytes with two codes are two tiles, whose channels the query is read for.
+Codes of 2 and 3 bits are one tile: each channel reads its bytes.
 """
 
 from typing import Any
@@ -250,13 +250,16 @@ def kv_attention(call: KVAttention) -> Tensor:
             max(form.block, 1), call.scaling, call.softcap or 1.0, *query.stride()[:3], *keys[0].stride()[:3],
             *values[0].stride()[:3], *(keys[1].stride()[:3] if scaled else (0, 0, 0)),
             *(values[1].stride()[:3] if scaled else (0, 0, 0)), *steps,
-            *(FORMATS[kind] for kind in kinds), scaled and form.block > 0, k_zero, v_zero, MASKS[None if mask is None else mask.dtype],
-            used, call.softcap != 0, call.causal and rows > 1, "ieee" if query.dtype is torch.float32 else "tf32",
+            *(FORMATS[kind] for kind in kinds), scaled and form.block > 0, k_zero, v_zero,
+            MASKS[None if mask is None else mask.dtype], used,
+            call.softcap != 0, call.causal and rows > 1, "ieee" if query.dtype is torch.float32 else "tf32",
             block_m, BLOCK_T, *(max(16, triton.next_power_of_2(row)) for row in tiles_of), num_warps=4,
         )  # fmt: skip
 
     if of_codes:
-        launch((form.keys.dtype.name, form.values.dtype.name), call.keys, call.values, call.tokens, part, 0, of_codes, 0)
+        launch(
+            (form.keys.dtype.name, form.values.dtype.name), call.keys, call.values, call.tokens, part, 0, of_codes, 0
+        )
     if call.recent:
         keys, values = ([x.to(query.dtype)] for x in call.recent)
         count = call.recent[0].shape[2]
