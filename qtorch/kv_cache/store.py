@@ -161,10 +161,10 @@ class KVStore(ABC):
             )
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         form = self.form
-        formats = form.dtype, form.value_dtype, form.block
-        numbers = self.widths[1], float(scaling), float(softcap or 0), causal
+        formats = form.dtype, form.value_dtype, form.block, self.widths[1]
+        arguments = (*formats, float(scaling), float(softcap or 0), causal)
         rows = rotate_heads(query.detach()) if self.rotated[0] else query.detach()
-        out = kv_attention(rows, list(keys), list(values), list(recent), length, mask, sinks, *formats, *numbers)
+        out = kv_attention(rows, list(keys), list(values), list(recent), length, mask, sinks, *arguments)
         out = rotate_heads(out) if self.rotated[1] else out
         return NoGradient.apply(out, query) if torch.is_grad_enabled() and query.requires_grad else out
 
