@@ -17,8 +17,8 @@ Model = TypeVar("Model")
 def quantized_cache(model: Any, spec: KVCacheSpec | str = "int8", max_length: int | None = None) -> Any:
     """A `Cache` of transformers that holds keys and values in codes: ``generate(..., past_key_values=cache)``.
 
-    Layers of full attention are quantized, and, in a cache that grows and whose tokens have scales of their own, those
-    with a sliding window. Linear attention and whatever else has a layer of its own in transformers stays as
+    Layers of full attention are quantized, and, in a cache that grows, those with a sliding window, unless the spec asks
+    for keys by channel or recent tokens. Linear attention and whatever else has a layer of its own in transformers stays as
     transformers makes it; a model of which nothing is quantized is refused. The cross-attention of an encoder-decoder
     model, which is written once, stays in floating point.
 
