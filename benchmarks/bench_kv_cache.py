@@ -1,20 +1,21 @@
-"""The quantized KV cache: attention of one new token, growth, memory, decoding, perplexity.
+"""The quantized KV cache: attention of one new token, growth, memory, decoding, accuracy.
 
 attention    one new token: 32 heads of queries on 8 of keys, 128 channels, fp32. Peers: SDPA with query heads folded
              into rows, the fastest way in torch; SDPA with `enable_gqa`; what transformers calls, with and without a
              mask; transformers' own fp8 cache, a whole step (its other ones need quanto or hqq)
 growth       one more token behind many: memory that doubles, and `torch.cat`
 decode       a Llama with random weights, tokens a second after a prompt
-perplexity   the Llama of 1M parameters of `tutorials.qat_llama`; tokens after the first 16 are fed in chunks of 8, so
-             that they read the cache
+accuracy     KL divergence from the float cache in the Llama of 1M parameters of `tutorials.qat_llama`, on three
+             seeds of text it was not trained on; tokens after the first 16 are fed in chunks of 8, so that they read
+             the cache. Once more with two pairs of channels of each head 8 times as large in the keys and as small in
+             the queries: the same function, with the outliers that keys of large models have
 
-    python -m benchmarks.bench_kv_cache [attention growth decode perplexity] [--threads 1] [--llama llama.pt] [--save]
+    python -m benchmarks.bench_kv_cache [attention growth decode accuracy] [--threads 1] [--llama llama.pt] [--save]
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -30,13 +31,25 @@ from benchmarks.common import save
 from qtorch.kv_cache import GrowingKV, KVCacheSpec, quantized_cache, use_quantized_attention
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
+PLAIN: dict[str, Any] = {"keys": "token", "recent": 0, "rotate_keys": False}
 SPECS = {
     "int8": KVCacheSpec("int8"),
-    "int4": KVCacheSpec("int4"),
     "float8": KVCacheSpec("float8_e4m3fn"),
+    "int8, values int4": KVCacheSpec("int8", value_dtype="int4"),
+    "int8, values int4, none recent": KVCacheSpec("int8", value_dtype="int4", recent=0),
+    "int4": KVCacheSpec("int4"),
+    "int4, fp16 scales": KVCacheSpec("int4", scale_dtype=torch.float16),
+    "int4, values int2": KVCacheSpec("int4", value_dtype="int2"),
+    "int3": KVCacheSpec("int3"),
+    "int2": KVCacheSpec("int2"),
     "int8, keys by channel": KVCacheSpec("int8", keys="channel"),
-    "int4, keys by channel": KVCacheSpec("int4", keys="channel"),
-    "int4, keys by channel, fp16 scales": KVCacheSpec("int4", keys="channel", scale_dtype=torch.float16),
+    "int4, keys by channel, none recent": KVCacheSpec("int4", recent=0),
+    "int4, keys by token": KVCacheSpec("int4", **PLAIN),
+    "int4, keys by token, rotated": KVCacheSpec("int4", keys="token", recent=0),
+    "int4, keys by token, both rotated": KVCacheSpec("int4", keys="token", recent=0, rotate_values=True),
+    "int4, keys by token, rotated, 32 recent": KVCacheSpec("int4", keys="token"),
+    "int3, keys by token, rotated, 32 recent": KVCacheSpec("int3", keys="token"),
+    "int2, keys by token, rotated, 32 recent": KVCacheSpec("int2", keys="token"),
 }
 
 
@@ -158,35 +171,40 @@ def decode(prompt: int, rounds: int) -> list[dict[str, Any]]:
     return [{"part": "decode", "length": prompt, "name": n, "ms": a, "median": b} for n, (a, b) in found.items()]
 
 
-def perplexity(path: Path) -> list[dict[str, Any]]:
+def accuracy(path: Path, first: int = 16, chunk: int = 8) -> list[dict[str, Any]]:
     from benchmarks.bench_calibration import Llama
 
     task = Llama(path)
     model: Any = task.float
     model.config.use_cache = True
     use_quantized_attention(model)
-
-    def measure(make: Callable[[], Any] | None, first: int = 16, chunk: int = 8) -> float:
-        total = count = 0.0
-        for inputs, targets in task.batches:
-            if make is None:
-                logits = model(inputs, use_cache=False).logits
-            else:
-                cache = make()
-                parts = [inputs[:, :first], *inputs[:, first:].split(chunk, 1)]
-                logits = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
-            loss = functional.cross_entropy(logits[:, first:].flatten(0, 1), targets[:, first:].flatten())
-            total, count = total + float(loss), count + 1
-        return math.exp(total / count)
-
-    base = measure(None)
-    rows = [{"part": "perplexity", "name": "float", "perplexity": base}]
-    # Of 128 tokens, a block and as many recent ones are much.
-    specs = SPECS | {"int4, keys by channel, none recent": KVCacheSpec("int4", keys="channel", recent=0)}
-    for name, spec in specs.items():
-        found = measure(lambda spec=spec: quantized_cache(model, spec))
-        rows.append({"part": "perplexity", "name": name, "perplexity": found, "percent": 100 * (found / base - 1)})
+    windows = task.text.validation.unfold(0, task.run.length, 1)
+    draw = lambda seed: torch.randint(len(windows), (48,), generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    seeds = [windows[draw(seed)].long() for seed in range(3)]
+    exact = [model(ids, use_cache=False).logits[:, first:].log_softmax(-1) for ids in seeds]
+    rows = []
+    for outliers in (False, True):
+        if outliers:
+            _plant(model)
+        for name, spec in SPECS.items():
+            found = []
+            for ids, wanted in zip(seeds, exact, strict=True):
+                cache = quantized_cache(model, spec)
+                parts = [ids[:, :first], *ids[:, first:].split(chunk, 1)]
+                logits = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)[:, first:]
+                found.append(float((wanted.exp() * (wanted - logits.log_softmax(-1))).sum(-1).mean()))
+            rows.append({"part": "accuracy", "outliers": outliers, "name": name, "kl": sum(found) / 3, "seeds": found})
+            print(show(rows[-1]), flush=True)
     return rows
+
+
+def _plant(model: Any, factor: float = 8.0) -> None:
+    """Make two pairs of channels of all keys larger, and the queries as much smaller; RoPE turns a pair as before."""
+    half = model.config.head_dim // 2
+    for layer in model.model.layers:
+        for projection, by in ((layer.self_attn.k_proj, factor), (layer.self_attn.q_proj, 1 / factor)):
+            pairs = projection.weight.unflatten(0, (-1, 2, half))
+            pairs[:, :, [half - 1, half - 3]] *= by
 
 
 def show(row: Mapping[str, Any]) -> str:
@@ -196,7 +214,7 @@ def show(row: Mapping[str, Any]) -> str:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["attention", "growth", "decode", "perplexity"])
+    parser.add_argument("parts", nargs="*", default=["attention", "growth", "decode", "accuracy"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 8192])
     parser.add_argument("--rounds", type=int, default=15)
@@ -206,8 +224,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
     for part in options.parts:
-        if part == "perplexity":
-            rows += perplexity(options.llama)
+        if part == "accuracy":
+            rows += accuracy(options.llama)
         else:
             for length in options.lengths:
                 rows += {"attention": attention, "growth": growth, "decode": decode}[part](length, options.rounds)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.cache_form import TOKENS, CacheForm, Parts
+from ..kernels.cache_form import TOKENS, CacheForm, Parts, cache_form
 from ..kernels.ops.kv_attention import kv_attention
+from ..kernels.ops.quantize import rotate_heads
 from ..primitives.jsonable import jsonable
 from ..primitives.qdtype import qdtype
 
@@ -23,44 +24,64 @@ class KVCacheSpec:
     """How the keys and values of attention are quantized. Hashable, JSON-able.
 
     Every token is quantized once, when it is appended or leaves the recent tokens; its codes never change afterwards.
+    What is None depends on the store, which has the spec as it is then, see `settled`.
 
     Args:
-        dtype: ``"int8"`` (symmetric), ``"int4"`` (with zero points, two codes a byte) or ``"float8_e4m3fn"``; a torch
-            dtype works too.
+        dtype: ``"int8"`` (symmetric), ``"int4"``, ``"int3"``, ``"int2"`` (with zero points, packed to their size) or
+            ``"float8_e4m3fn"``; a torch dtype works too.
         keys: ``"token"``, a scale for each token of a head; or ``"channel"``, a scale for each channel of `block`
             consecutive tokens, which keys with a few large channels want (KIVI, arXiv 2402.02750). Values have a scale
-            for each token of a head.
+            for each token of a head. None: by channel in a store that grows, if keys have 4 bits or less.
         block: tokens whose keys share the scales of channels.
-        recent: the number of latest tokens, at least, that stay in floating point; None: as many as a block, or none
-            with keys by token.
+        recent: the number of latest tokens, at least, that stay in floating point; None: as many as a block in a store
+            that grows, if keys share scales or keys or values have 4 bits or less; else none.
         scale_dtype: dtype in which scales and zero points are kept.
+        value_dtype: that of the values; None: that of the keys, which need as many bits or more.
+        rotate_keys: quantize keys times a Hadamard matrix, which spreads large channels over all (QuaRot, arXiv
+            2404.00456); the query is multiplied too, so that products stay. None: if keys have 4 bits or less and a
+            scale for each token.
+        rotate_values: the same for values; the result is multiplied back.
 
     Raises:
         ValueError: there is no such format, or a size is negative.
     """
 
     dtype: str = "int8"
-    keys: str = "token"
+    keys: str | None = None
     block: int = 32
     recent: int | None = None
     scale_dtype: torch.dtype = torch.float32
+    value_dtype: str | None = None
+    rotate_keys: bool | None = None
+    rotate_values: bool = False
 
     def __post_init__(self) -> None:
-        name: Any = self.dtype if isinstance(self.dtype, str) else qdtype(self.dtype).name
-        if name not in TOKENS:
-            raise ValueError(f"KVCacheSpec: dtype is one of {', '.join(TOKENS)}, got {self.dtype!r}")
-        object.__setattr__(self, "dtype", name)
-        if self.keys not in ("token", "channel"):
+        for field in ("dtype", "value_dtype"):
+            name: Any = getattr(self, field) or self.dtype
+            name = name if isinstance(name, str) else qdtype(name).name
+            if name not in TOKENS:
+                raise ValueError(f"KVCacheSpec: {field} is one of {', '.join(TOKENS)}, got {name!r}")
+            object.__setattr__(self, field, name)
+        if self.keys not in ("token", "channel", None):
             raise ValueError(f'KVCacheSpec: keys is "token" or "channel", got {self.keys!r}')
         if self.block < 1 or (self.recent or 0) < 0:
             raise ValueError(f"KVCacheSpec: block is positive, recent not negative, got {self.block}, {self.recent}")
         if self.scale_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"KVCacheSpec: scale_dtype is fp32, bf16 or fp16, got {self.scale_dtype}")
 
+    def settled(self, growing: bool = True) -> KVCacheSpec:
+        """The spec of a store that grows, or of one that quantizes each token when it comes, with nothing None."""
+        of_keys, of_values = (TOKENS[str(name)].dtype.bits <= 4 for name in (self.dtype, self.value_dtype))
+        keys = self.keys or ("channel" if of_keys and growing else "token")
+        waits = growing and (keys == "channel" or of_keys or of_values)
+        recent = (self.block if waits else 0) if self.recent is None else self.recent
+        rotated = of_keys and keys == "token" if self.rotate_keys is None else self.rotate_keys
+        return replace(self, keys=keys, recent=recent, rotate_keys=rotated)
+
     @property
     def form(self) -> CacheForm:
         """What kernels know of it."""
-        return CacheForm(self.dtype, self.block if self.keys == "channel" else 0, self.scale_dtype)
+        return cache_form(self.dtype, str(self.value_dtype), self.step * (self.keys == "channel"), self.scale_dtype)
 
     @property
     def step(self) -> int:
@@ -70,15 +91,16 @@ class KVCacheSpec:
     @property
     def kept(self) -> int:
         """The number of latest tokens, at least, that stay in floating point."""
-        return (self.block if self.keys == "channel" else 0) if self.recent is None else self.recent
+        return self.recent or 0
 
 
 class KVStore(ABC):
     """The keys and values of one layer of attention, (B, H, T, D), in codes: so many channels of each (`widths`), in
-    the dtype and on the device of what was appended."""
+    the dtype and on the device of what was appended. Where the spec rotates, all that is held is rotated."""
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.spec, self.form = spec, spec.form
+        self.rotated = bool(spec.rotate_keys), spec.rotate_values
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.widths = (0, 0)
 
@@ -139,14 +161,27 @@ class KVStore(ABC):
             )
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         form = self.form
-        arguments = (form.dtype, form.block, self.widths[1], float(scaling), float(softcap or 0), causal)
-        out = kv_attention(query.detach(), list(keys), list(values), list(recent), length, mask, sinks, *arguments)
+        formats = form.dtype, form.value_dtype, form.block, self.widths[1]
+        arguments = (*formats, float(scaling), float(softcap or 0), causal)
+        rows = rotate_heads(query.detach()) if self.rotated[0] else query.detach()
+        out = kv_attention(rows, list(keys), list(values), list(recent), length, mask, sinks, *arguments)
+        out = rotate_heads(out) if self.rotated[1] else out
         return NoGradient.apply(out, query) if torch.is_grad_enabled() and query.requires_grad else out
 
     def dequantize(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values (B, H, T, D) in floating point; of a static store also those of tokens that are not there."""
+        keys, values = self._rotate(*self._floats(torch.float32 if any(self.rotated) else dtype or self.dtype))
+        return keys.to(dtype or self.dtype), values.to(dtype or self.dtype)
+
+    def _rotate(self, *keys_and_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are held, from those of the model; and back."""
+        keys, values = (rotate_heads(x) if on else x for x, on in zip(keys_and_values, self.rotated, strict=True))
+        return keys, values
+
+    def _floats(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are held, dequantized."""
         keys, values, recent, _ = self.parts()
-        dtype, form = dtype or self.dtype, self.form
+        form = self.form
         floats = [
             form.dequantize(part, width, dtype, of_keys)
             for part, width, of_keys in ((keys, self.widths[0], True), (values, self.widths[1], False))

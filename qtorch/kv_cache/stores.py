@@ -69,9 +69,8 @@ class GrowingKV(KVStore):
     """
 
     def __init__(self, spec: KVCacheSpec) -> None:
-        super().__init__(spec)
-        parts = spec.form.stored(1, True)
-        self.keys, self.values = ([GrowingTensor() for _ in parts] for _ in range(2))
+        super().__init__(spec.settled())
+        self.keys, self.values = ([GrowingTensor() for _ in self.form.stored(1, keys)] for keys in (True, False))
         self.recent = [GrowingTensor(), GrowingTensor()]
 
     @property
@@ -96,7 +95,7 @@ class GrowingKV(KVStore):
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         self.note_form(keys, values)
-        new = [keys.detach(), values.detach()]
+        new = list(self._rotate(keys.detach(), values.detach()))
         step, kept = self.spec.step, self.spec.kept
         if step == 1 and not kept:
             self._quantize(*new)
@@ -127,7 +126,7 @@ class GrowingKV(KVStore):
         for recent in self.recent:
             recent.length = max(0, length - self.tokens)
         if whole < left:
-            floats = self.dequantize()
+            floats = self._floats(self.dtype)
             self.recent = [GrowingTensor(), GrowingTensor()]
             for recent, x in zip(self.recent, floats, strict=True):
                 recent.append(x.narrow(2, whole, left - whole))
@@ -175,7 +174,7 @@ class StaticKV(KVStore):
     """
 
     def __init__(self, spec: KVCacheSpec, max_length: int) -> None:
-        super().__init__(spec)
+        super().__init__(spec := spec.settled(growing=False))
         if spec.step > 1 or spec.kept:
             raise ValueError(
                 f'a static cache quantizes each token when it comes: keys="token" and no recent tokens, got {spec}; '
@@ -216,7 +215,7 @@ class StaticKV(KVStore):
         if keys.is_cpu and not torch.compiler.is_compiling() and int(self.length) + count > self.max_length:
             raise ValueError(f"a static cache of {self.max_length} tokens has {int(self.length)}, got {count} more")
         positions = torch.arange(count, device=keys.device) + self.length
-        of_keys, of_values = quantize_keys_and_values(keys.detach(), values.detach(), self.form)
+        of_keys, of_values = quantize_keys_and_values(*self._rotate(keys.detach(), values.detach()), self.form)
         for stored, part in zip((*self.keys, *self.values), (*of_keys, *of_values), strict=True):
             stored.index_copy_(2, positions, part)
         self.length.add_(count)

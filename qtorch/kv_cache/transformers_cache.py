@@ -145,9 +145,10 @@ class QuantizedDynamicCache(cache_utils.DynamicCache):
 
     def __init__(self, config: Any, spec: KVCacheSpec) -> None:
         quantized: dict[type, Any] = {cache_utils.DynamicLayer: lambda: QuantizedLayer(config, spec)}
-        if spec.step == 1 and not spec.kept:
+        alone = spec.settled(growing=False)
+        if alone.step == 1 and not alone.kept:
             quantized[cache_utils.DynamicSlidingWindowLayer] = lambda **given: QuantizedSlidingLayer(
-                config, spec, **given
+                config, alone, **given
             )
         layers = _layers(config, cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, quantized)
         cache_utils.Cache.__init__(self, layers=layers)

@@ -17,10 +17,10 @@ Model = TypeVar("Model")
 def quantized_cache(model: Any, spec: KVCacheSpec | str = "int8", max_length: int | None = None) -> Any:
     """A `Cache` of transformers that holds keys and values in codes: ``generate(..., past_key_values=cache)``.
 
-    Layers of full attention are quantized, and, in a cache that grows and whose tokens have scales of their own, those
-    with a sliding window. Linear attention and whatever else has a layer of its own in transformers stays as
-    transformers makes it; a model of which nothing is quantized is refused. The cross-attention of an encoder-decoder
-    model, which is written once, stays in floating point.
+    Layers of full attention are quantized, and, in a cache that grows, those with a sliding window, unless the spec
+    asks for keys by channel or recent tokens. Linear attention and whatever else has a layer of its own in transformers
+    stays as transformers makes it; a model of which nothing is quantized is refused. The cross-attention of an
+    encoder-decoder model, which is written once, stays in floating point.
 
     The first tokens of an empty cache attend to themselves in floating point; all later ones read codes. With
     `use_quantized_attention` the codes are read directly. Without it, each layer gets them dequantized at each step,
@@ -78,5 +78,5 @@ def explain_attention(
         dtype: of the queries.
         device: type of their device.
     """
-    spec = KVCacheSpec(spec) if isinstance(spec, str) else spec
+    spec = (KVCacheSpec(spec) if isinstance(spec, str) else spec).settled()
     return explain_problem(problem_of(spec.form, head_dim, dtype, device))

@@ -10,7 +10,10 @@ from qtorch.kernels.ops.kv_attention import KVAttention, attend_portably
 from qtorch.kernels.ops.quantize import quantize_keys_and_values
 from tests.rounding import gamma
 
-FORMS = [cache_form(dtype, block) for dtype in TOKENS for block in (0, 32)]
+FORMS = [
+    *(cache_form(dtype, dtype, block) for dtype in TOKENS for block in (0, 32)),
+    *(cache_form(*mixed) for mixed in [("int8", "int4", 0), ("int4", "int2", 32), ("int2", "float8_e4m3fn", 0)]),
+]
 
 
 def problem(
@@ -56,7 +59,7 @@ def assert_close(call: KVAttention, got: Tensor) -> None:
 
 def with_used_tokens(device: str = "cpu") -> KVAttention:
     """Tokens beyond the length hold what must not be read."""
-    call = problem(cache_form("int8", 0), (1, 2, 2, 3, 300, 0, 32, 32), device=device, used=130, causal=True)
+    call = problem(cache_form("int8", "int8", 0), (1, 2, 2, 3, 300, 0, 32, 32), device=device, used=130, causal=True)
     for part in (*call.keys, *call.values):
         part[:, :, 130:] = torch.nan if part.is_floating_point() else 127
     return call
@@ -64,7 +67,7 @@ def with_used_tokens(device: str = "cpu") -> KVAttention:
 
 def strided(device: str = "cpu") -> KVAttention:
     """Views of larger memory, queries that are transposed, a mask that is expanded."""
-    call = problem(cache_form("int4", 0), (2, 2, 3, 2, 70, 0, 24, 24), mask="bool", device=device)
+    call = problem(cache_form("int4", "int4", 0), (2, 2, 3, 2, 70, 0, 24, 24), mask="bool", device=device)
     keys = [torch.cat([part, part], 2)[:, :, :70] for part in call.keys]
     query = call.query.transpose(1, 2).contiguous().transpose(1, 2)
     return call._replace(keys=keys, query=query, mask=call.mask[:, :, :1].expand(-1, -1, 2, -1))

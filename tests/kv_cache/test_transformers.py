@@ -63,11 +63,13 @@ def test_logits_are_near_those_without_a_cache(name):
     model = build(name)
     specs = [
         (KVCacheSpec("int8"), 0.05),
-        (KVCacheSpec("int4"), 1.0),
+        (KVCacheSpec("int4", keys="token", recent=0), 1.0),
         (KVCacheSpec("float8_e4m3fn"), 0.4),
-        (KVCacheSpec("int4", keys="channel", block=4, recent=0), 1.0),
+        (KVCacheSpec("int8", value_dtype="int4", recent=0, rotate_keys=True, rotate_values=True), 1.0),
+        (KVCacheSpec("int4", block=4, recent=0), 1.0),
+        (KVCacheSpec("int3", value_dtype="int2", block=4), 4.0),
     ]
-    for spec, most in specs[:3] if name == "mistral" else specs:
+    for spec, most in specs[:4] if name == "mistral" else specs:
         with record_kernels() as ran, warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing is dequantized
             found = logits(model, ids, quantized_cache(model, spec), 12)
@@ -84,7 +86,7 @@ def test_floats_and_codes_agree(name):
     results = []
     for quantized in (False, True):
         model = build(name, quantized)
-        cache = quantized_cache(model, "int4")
+        cache = quantized_cache(model, KVCacheSpec("int4", block=4))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             results.append(logits(model, ids, cache, 12))

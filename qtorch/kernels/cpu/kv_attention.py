@@ -14,7 +14,8 @@ from .compiled_library import TYPES, Library, library, missing, threads
 from .memory import address, empty
 from .structs import Attention, Cached, struct_of
 
-FORMATS = {"int8": TYPES[torch.int8], "uint4": 16, "float8_e4m3fn": 17}  # as in src/cached_rows.h
+# As in src/cached_rows.h.
+FORMATS = {"int8": TYPES[torch.int8], "uint4": 16, "float8_e4m3fn": 17, "uint3": 18, "uint2": 19}
 MANY_ROWS = 256  # queries of a head of keys, from which on dequantizing and multiplying matrices is faster
 NO_ROWS = Cached(*[0] * len(Cached._fields))
 

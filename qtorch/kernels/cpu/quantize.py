@@ -32,7 +32,7 @@ _pack = struct_of(Tokens).pack
 
 
 def _empty_parts(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
-    stored = cache_form(dtype, 0, scale_dtype).stored(x.shape[3], False).values()
+    stored = cache_form(dtype, dtype, 0, scale_dtype).stored(x.shape[3], False).values()
     return [x.new_empty(*x.shape[:3], row, dtype=kind) for row, kind, _ in stored]
 
 
@@ -49,8 +49,8 @@ def _bounds(form: CacheForm) -> tuple[float, float]:
 
 @opaque(_empty_parts)
 def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
-    """See `quantize_tokens`; dtype and scale_dtype are those of the `CacheForm`."""
-    form, compiled = cache_form(dtype, 0, scale_dtype), library()
+    """See `quantize_tokens`; dtype is that of values in a `CacheForm`."""
+    form, compiled = cache_form(dtype, dtype, 0, scale_dtype), library()
     if compiled is None or x.dtype not in FLOATS or not x.numel():
         note("cpu_quantize_tokens.torch")
         return list(portable(quantize_tokens)(x, form))
@@ -67,7 +67,7 @@ def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list
 
 @implement("quantize_tokens", "cpu")
 def _quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
-    return tuple(cpu_quantize_tokens(x, form.dtype, form.scale_dtype))
+    return tuple(cpu_quantize_tokens(x, form.value_dtype, form.scale_dtype))
 
 
 @functools.cache

@@ -148,7 +148,7 @@ def triton_update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: floa
 @registry.register(
     "kv_attention",
     layout=("plain", "packed"),
-    weight=("int8", "uint4", "float8_e4m3fn"),
+    weight=("int8", "uint4", "uint3", "uint2", "float8_e4m3fn"),
     activation=(),
     device="cuda",
     priority=20,

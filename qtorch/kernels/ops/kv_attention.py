@@ -58,11 +58,11 @@ class KVAttention(NamedTuple):
         return self._replace(keys=keys, values=values, used=None)
 
 
-@opaque(lambda query, keys, values, recent, *rest: query.new_empty(*query.shape[:3], rest[5]))
+@opaque(lambda query, keys, values, recent, *rest: query.new_empty(*query.shape[:3], rest[6]))
 def kv_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], recent: Sequence[Tensor],
     length: Tensor | None, mask: Tensor | None, sinks: Tensor | None,
-    dtype: str, block: int, width: int, scaling: float, softcap: float, causal: bool,
+    dtype: str, value_dtype: str, block: int, width: int, scaling: float, softcap: float, causal: bool,
 ) -> Tensor:  # fmt: skip
     """The equation above; the registry chooses the kernel.
 
@@ -74,7 +74,7 @@ def kv_attention(
             None: all of them.
         mask: (B or 1, H G or 1, M, at least T + R), bool (True: the token is seen) or numbers to add.
         sinks: (H G), logits of tokens without values.
-        dtype, block: of the `CacheForm`.
+        dtype, value_dtype, block: of the `CacheForm`.
         width: channels of the values.
         scaling: factor of the products.
         softcap: products become softcap * tanh(product / softcap); 0: they stay.
@@ -83,7 +83,7 @@ def kv_attention(
     Returns:
         (B, H G, M, width) in the query's dtype. Queries that see no token get zeros.
     """
-    form = cache_form(dtype, block, values[1].dtype)
+    form = cache_form(dtype, value_dtype, block, values[1].dtype)
     kernel = lookup("kv_attention", scheme_of(form, query.shape[-1]), query.dtype, query.device.type)
     return kernel(KVAttention(query, keys, values, recent, length, mask, sinks, form, width, scaling, softcap, causal))
 

@@ -5,13 +5,16 @@
 A row that holds a NaN or an infinity has a scale that is NaN or infinite; it does not affect the other rows.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, affine, qdtype
-from ...primitives.layouts import pack_codes
+from ...primitives.layouts import can_pack_bits, pack_codes
+from ...primitives.rotated_spec import sylvester
 from ..cache_form import CacheForm, Parts
-from ..custom_ops import by_device
+from ..custom_ops import by_device, opaque
 from ..registry import QuantizedWeight
 from .weight_only_mm import dequantize_codes
 
@@ -132,9 +135,9 @@ def has_default_rows(spec: QuantSpec) -> bool:
 
 @by_device
 def quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
-    """Codes and scales of tokens (B, H, T, D), one scale a token of a head; those of the primitives bit for bit. A
-    token with a NaN or an infinity has a scale that is NaN, and changes no other token."""
-    return _quantize(x, form.values, form)
+    """Codes and scales of tokens (B, H, T, D), one scale a token of a head, in the form of the values; those of the
+    primitives bit for bit. A token with a NaN or an infinity has a scale that is NaN, and changes no other token."""
+    return _quantize(x, form.values)
 
 
 def quantize_keys_and_values(keys: Tensor, values: Tensor, form: CacheForm) -> tuple[Parts, Parts]:
@@ -142,21 +145,39 @@ def quantize_keys_and_values(keys: Tensor, values: Tensor, form: CacheForm) -> t
     has a scale that is NaN, and changes no other token: where tokens share the scales of their keys, the scale of its
     value is NaN."""
     if not form.block:
-        return quantize_tokens(keys, form), quantize_tokens(values, form)
+        return quantize_tokens(keys, form.of_key_tokens), quantize_tokens(values, form)
     highest = keys.abs().amax(-1, keepdim=True).float()
     lost = affine.with_non_finite(torch.zeros_like(highest), highest)
     codes, scale, *zero = quantize_tokens(values, form)
     scale = (scale.float() + lost).to(scale.dtype)
-    return _quantize(torch.where(lost == 0, keys, 0), form.keys, form), (codes, scale, *zero)
+    return _quantize(torch.where(lost == 0, keys, 0), form.keys), (codes, scale, *zero)
 
 
-def _quantize(x: Tensor, spec: QuantSpec, form: CacheForm) -> Parts:
+def _quantize(x: Tensor, spec: QuantSpec) -> Parts:
     scale, zero_point = spec.choose_qparams(x)
     codes = spec.quantize(x, scale, zero_point)
-    codes = pack_codes(codes, spec.dtype) if form.is_packed else codes
+    codes = pack_codes(codes, spec.dtype) if can_pack_bits(spec.dtype) else codes
     if codes.dtype is not torch.int8:
         codes = codes.view(torch.uint8)  # float8 lacks operations that move codes
     return (codes, scale) if zero_point is None else (codes, scale, zero_point)
+
+
+@opaque(lambda x: torch.empty_like(x))
+def rotate_heads(x: Tensor) -> Tensor:
+    """x (..., D) times a Hadamard matrix, D / size blocks of the largest power of two that divides D; in fp32, given in
+    x's dtype. Its own inverse, and products of two rotated vectors are those of the vectors: q . k = (q H) . (k H).
+
+    Source: QuaRot, arXiv 2404.00456, section 4.
+    """
+    width = x.shape[-1]
+    size = width & -width or 1
+    blocks = x.float().unflatten(-1, (width // size, size))
+    return (blocks @ _hadamard(size, x.device)).flatten(-2).to(x.dtype)
+
+
+@functools.cache
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    return sylvester(size, device, torch.float32)
 
 
 @by_device

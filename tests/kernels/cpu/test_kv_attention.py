@@ -29,10 +29,12 @@ def run(call):
     """Through the operator, so that the registry chooses."""
     form = call.form
     arguments = call.query, list(call.keys), list(call.values), list(call.recent), call.used, call.mask, call.sinks
-    return kv_attention(*arguments, form.dtype, form.block, call.width, call.scaling, call.softcap, call.causal)
+    return kv_attention(
+        *arguments, form.dtype, form.value_dtype, form.block, call.width, call.scaling, call.softcap, call.causal
+    )
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.dtype}-{form.block}")
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.dtype}-{form.value_dtype}-{form.block}")
 def test_against_the_reference(build, form):
     masks = itertools.cycle([None, "bool", "float", "-inf", None])
     for shape, more in itertools.product(SHAPES, ({}, {"softcap": 5.0, "sinks": True})):
@@ -47,7 +49,7 @@ def test_against_the_reference(build, form):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes_of_queries_and_scales(build, dtype):
     for name, block in itertools.product(TOKENS, (0, 32)):
-        call = problem(cache_form(name, block, dtype), (1, 2, 4, 1, 224, 7, 64, 64), dtype)
+        call = problem(cache_form(name, name, block, dtype), (1, 2, 4, 1, 224, 7, 64, 64), dtype)
         with record_kernels() as ran:
             got = run(call)
         assert ran[-1] == f"kv_attention.{build}"
@@ -72,7 +74,7 @@ def test_nan_and_hidden_tokens(build):
 
 
 def test_many_rows_multiply_matrices(build):
-    call = problem(cache_form("int8", 0), (1, 2, 4, 64, 128, 0, 32, 32), causal=True)
+    call = problem(cache_form("int8", "int8", 0), (1, 2, 4, 64, 128, 0, 32, 32), causal=True)
     with record_kernels() as ran:
         got = run(call)
     assert ran[-1] == "kv_attention.dequantized"
@@ -81,7 +83,7 @@ def test_many_rows_multiply_matrices(build):
 
 def test_without_the_library(torch_kernels, monkeypatch):
     monkeypatch.setattr(registry, "_reported", set())  # what has been warned of before
-    call = problem(cache_form("int8", 0), (1, 2, 4, 1, 64, 0, 32, 32))
+    call = problem(cache_form("int8", "int8", 0), (1, 2, 4, 1, 64, 0, 32, 32))
     with pytest.warns(UserWarning, match="reference"), record_kernels() as ran:
         got = run(call)
     assert ran == ["kv_attention", "kv_attention:reference"]
@@ -92,8 +94,14 @@ def test_error_is_that_of_the_codes(build):
     torch.manual_seed(0)
     k, v, query = torch.randn(1, 2, 500, 64), torch.randn(1, 2, 500, 64), torch.randn(1, 4, 1, 64)
     exact = torch.nn.functional.scaled_dot_product_attention(query, k, v, enable_gqa=True)
-    for dtype, low, high in (("int8", 30, 60), ("int4", 8, 30), ("float8_e4m3fn", 18, 45)):
-        keys, values = quantize_keys_and_values(k, v, form := cache_form(dtype, 0))
+    for dtype, low, high in (
+        ("int8", 30, 60),
+        ("int4", 8, 30),
+        ("int3", 3, 20),
+        ("int2", -5, 12),
+        ("float8_e4m3fn", 18, 45),
+    ):
+        keys, values = quantize_keys_and_values(k, v, form := cache_form(dtype, dtype, 0))
         got = run(KVAttention(query, keys, values, [], None, None, None, form, 64, 0.125, 0.0, False))
         assert low < compute_error(exact, got) < high
 
@@ -104,7 +112,7 @@ def test_tokens_are_quantized_to_the_bits_of_the_primitives(build, dtype):
     for scale_dtype, x_dtype, width in zip(
         floats * 3, [each for each in floats for _ in floats], itertools.cycle((128, 20, 13, 1))
     ):
-        form = cache_form(dtype, 0, scale_dtype)
+        form = cache_form(dtype, dtype, 0, scale_dtype)
         for factor, shift in ((1, 0), (1e-3, 1), (1e3, 0), (1e-40, 0), (0, 0)):
             x = (torch.randn(2, 5, 3, width) * factor + shift).to(x_dtype).transpose(1, 2)
             x[0, 1, 2, 0], x[1, 0, 3, -1] = torch.nan, torch.inf
@@ -122,7 +130,7 @@ def test_tokens_are_quantized_to_the_bits_of_the_primitives(build, dtype):
 
 @NEEDS_LIBRARY
 def test_wrong_tensors_are_refused():
-    call = problem(cache_form("int8", 0), (1, 2, 2, 1, 8, 0, 16, 16))
+    call = problem(cache_form("int8", "int8", 0), (1, 2, 2, 1, 8, 0, 16, 16))
     codes, scale = call.keys
     for change, message in (
         ({"keys": [codes[:, :, :7], scale]}, "codes of the keys must be"),

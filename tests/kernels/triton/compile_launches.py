@@ -147,7 +147,7 @@ def typical() -> Iterator[Launch]:
 def attentions() -> Iterator[Launch]:
     """On caches of every format: by blocks with all that there is, by tokens with as little as there can be."""
     for name, whole, dtype in itertools.product(TOKENS, (False, True), (BF16, FP32)):
-        form, tokens, width = cache_form(name, 32 * whole), 64, 40
+        form, tokens, width = cache_form(name, name, 32 * whole), 64, 40
         parts = [
             [codes(1, 2, tokens // each, row, dtype=kind) for row, kind, each in form.stored(width, keys).values()]
             for keys in (True, False)

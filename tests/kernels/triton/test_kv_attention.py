@@ -14,7 +14,7 @@ from tests.kernels.attention_cases import FORMS, assert_close, problem
 
 SHAPES = [(1, 2, 4, 1, 320, 0, 64, 64), (2, 1, 2, 3, 96, 5, 20, 13), (1, 1, 2, 1, 0, 7, 16, 16)]
 every_form = pytest.mark.parametrize(
-    "form", matrix_but(FORMS[::3], FORMS), ids=[f"{form.dtype}-{form.block}" for form in FORMS]
+    "form", matrix_but(FORMS[::3], FORMS), ids=[f"{form.dtype}-{form.value_dtype}-{form.block}" for form in FORMS]
 )
 
 

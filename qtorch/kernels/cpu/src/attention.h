@@ -53,8 +53,7 @@ private:
     bool hidden(int64_t t, int64_t count) const {
         if (!call_.mask || call_.mask_type != UINT8) return false;
         for (int64_t r = 0; r < rows_; r++) {
-            int64_t head = h_ * call_.group + r / call_.rows, row = r % call_.rows;
-            auto seen = (const uint8_t*)call_.mask + b_ * call_.mask_batch + head * call_.mask_head + row * call_.mask_row + at_ + t;
+            auto seen = (const uint8_t*)call_.mask_of(b_, h_, r, at_ + t);
             for (int64_t i = 0; i < count; i++) if (seen[i]) return false;
         }
         return true;
@@ -106,14 +105,15 @@ private:
         bool of_tokens = keys_.scale && !keys_.block;
         if (of_tokens) load_scales(keys_, t, count, scale, zero);
         if (values_.scale) load_scales(values_, t, count, weight, offset);
-        const Products &of_keys = products_of(keys_.format), &of_values = products_of(values_.format);
+        const Products &of_keys = products_of(keys_.read_format()), &of_values = products_of(values_.read_format());
         const float* query = keys_.block ? scaled_ : query_;
         const float* constant = scaled_ + rows_ * ld_;
         // The keys of the next block are fetched with the values of this one.
         int64_t more = stop - t - count < count ? 0 : count;
         const uint8_t *k = keys_.rows(b_, h_, t), *v = values_.rows(b_, h_, t);
-        Rows of_k{k, v, keys_.code_token, keys_.row_bytes(), count};
-        Rows of_v{v, more ? k + more * keys_.code_token : nullptr, values_.code_token, values_.row_bytes(), count};
+        static thread_local Scratch key_scratch, value_scratch;
+        Rows of_k = rows_of(keys_, k, values_, v, count, key_scratch);
+        Rows of_v = rows_of(values_, v, keys_, more ? k + more * keys_.code_token : nullptr, count, value_scratch);
         Block scores(call_, b_, h_, t, count, at_);
         for (int64_t r = 0, some; r < rows_; r += some) {
             int kind = rows_ - r >= TILE_ROWS ? 2 : rows_ - r >= 2 ? 1 : 0;
@@ -136,6 +136,20 @@ private:
             of_values.add[kind](of_v, score, y, running.ld);
             of_k.next = of_v.next = nullptr;
         }
+    }
+
+    // Rows as they are multiplied; those of another tensor are fetched meanwhile.
+    static Rows rows_of(
+        const Cached& in, const uint8_t* rows, const Cached& next_in, const uint8_t* next, int64_t count, Scratch& scratch
+    ) {
+        int64_t stride = in.code_token;
+        if (in.unpacked()) {
+            stride = in.read_bytes();
+            uint8_t* out = scratch.get<uint8_t>(BLOCK * stride);
+            in.unpack(rows, count, out);
+            rows = out;
+        }
+        return {rows, next, stride, in.read_bytes(), next_in.code_token, next_in.row_bytes(), count};
     }
 
     void load_scales(const Cached& rows, int64_t t, int64_t count, float* scale, float* zero) const {

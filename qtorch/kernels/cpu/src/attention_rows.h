@@ -12,10 +12,10 @@ constexpr int64_t BLOCK = 64;  // tokens; a multiple of LANES
 // to fetch ahead.
 struct Rows {
     const uint8_t *rows, *next;
-    int64_t stride, bytes, count;
+    int64_t stride, bytes, next_stride, next_bytes, count;
 
     INLINE void fetch(int64_t t) const {
-        if (next) for (int64_t i = 0; i < bytes; i += 64) prefetch(next + t * stride + i);
+        if (next) for (int64_t i = 0; i < next_bytes; i += 64) prefetch(next + t * next_stride + i);
     }
 };
 
@@ -23,7 +23,8 @@ struct Rows {
 // written.
 template <int FORMAT, int R>
 void dot_rows(const Rows& in, const float* q, int64_t ld, float* out) {
-    const auto [codes, next, stride, bytes, count] = in;
+    const uint8_t* codes = in.rows;
+    const int64_t stride = in.stride, bytes = in.bytes, count = in.count;
     int64_t units = bytes / UNIT_BYTES<FORMAT>, rest = bytes % UNIT_BYTES<FORMAT>;
     for (int64_t t = 0; t < count; t += LANES) {
         Floats sums[R][LANES];

@@ -22,6 +22,12 @@ struct Attention {
     int64_t causal;      // whether the query in row m sees the tokens up to tokens + recent - rows + m only
     double scaling, softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
     int64_t threads;
+
+    // The mask of token t and those behind it, for row r of the queries of head h of the keys.
+    const char* mask_of(int64_t b, int64_t h, int64_t r, int64_t t) const {
+        int64_t head = h * group + r / rows;
+        return (const char*)mask + (b * mask_batch + head * mask_head + r % rows * mask_row + t) * size_of(mask_type);
+    }
 };
 
 INLINE float most_of(Floats a) {
@@ -91,10 +97,8 @@ public:
 private:
     // Tokens that row r does not see get -inf; numbers of the mask are added.
     void hide(int64_t r, float* score) const {
-        int64_t row = r % call_.rows, head = h_ * call_.group + r / call_.rows;
         if (call_.mask) {
-            int64_t at = b_ * call_.mask_batch + head * call_.mask_head + row * call_.mask_row + at_ + first_;
-            auto from = (const char*)call_.mask + at * size_of(call_.mask_type);
+            const char* from = call_.mask_of(b_, h_, r, at_ + first_);
             if (call_.mask_type == UINT8) {
                 for (int64_t t = 0; t < count_; t++) score[t] = from[t] ? score[t] : -INFINITY;
             } else {
@@ -104,7 +108,7 @@ private:
             }
         }
         if (call_.causal) {
-            int64_t seen = call_.tokens + call_.recent - call_.rows + row + 1 - at_ - first_;
+            int64_t seen = call_.tokens + call_.recent - call_.rows + r % call_.rows + 1 - at_ - first_;
             for (int64_t t = seen < 0 ? 0 : seen; t < count_; t++) score[t] = -INFINITY;
         }
     }

@@ -8,8 +8,11 @@
 namespace {
 namespace attention {
 
-// Formats of a row: a type of `Type`, or one of these. UINT4: two codes in a byte, in the order of layouts/packed.py.
-enum Format : int64_t { UINT4 = 16, FLOAT8 };
+// Formats of a row: a type of `Type`, or one of these. Codes of less than 8 bits lie in the order of layouts/packed.py.
+enum Format : int64_t { UINT4 = 16, FLOAT8, UINT3, UINT2 };
+
+// Bits of packed codes, 0 of others.
+inline int64_t packed_bits(int64_t format) { return format == UINT4 ? 4 : format == UINT3 ? 3 : format == UINT2 ? 2 : 0; }
 
 struct Cached {
     const uint8_t* codes;  // (batch, heads, tokens, bytes of a row)
@@ -32,8 +35,37 @@ struct Cached {
     int64_t run() const { return (width + 7) / 8; }
 
     int64_t row_bytes() const {
-        if (format == UINT4) return run() * 4;
+        if (int64_t bits = packed_bits(format)) return run() * bits;
         return format == FLOAT8 ? width : width * size_of(format);
+    }
+
+    // Rows of 2 and 3 bits are unpacked to 4 bits before they are multiplied.
+    bool unpacked() const { return format == UINT3 || format == UINT2; }
+    int64_t read_format() const { return unpacked() ? UINT4 : format; }
+    int64_t read_bytes() const { return unpacked() ? run() * 4 : row_bytes(); }
+
+    // `count` rows of 2 or 3 bits as contiguous ones of 4 bits, eight bytes at a time: byte b of each run holds its items
+    // 2 b and 2 b + 1. Up to 7 bytes behind the last row are written.
+    void unpack(const uint8_t* row, int64_t count, uint8_t* out) const {
+        constexpr uint64_t EACH = 0x0101010101010101;
+        int64_t size = run();
+        auto eight = [&](const uint8_t* p, int64_t i) {
+            uint64_t word = 0;
+            if (size - i >= 8) memcpy(&word, p + i, 8);
+            else memcpy(&word, p + i, size - i);
+            return word;
+        };
+        for (int64_t t = 0; t < count; t++, row += code_token)
+            for (int64_t b = 0; b < 4; b++, out += size)
+                for (int64_t i = 0; i < size; i += 8) {
+                    uint64_t two = eight(row + b / 2 * size, i) >> b % 2 * 4;
+                    uint64_t codes = (two & 3 * EACH) | (two & 12 * EACH) << 2;
+                    if (format == UINT3) {
+                        uint64_t one = eight(row + 2 * size, i) >> 2 * b;
+                        codes |= (one & EACH) << 2 | (one & 2 * EACH) << 5;
+                    }
+                    memcpy(out + i, &codes, 8);
+                }
     }
 };
 
@@ -48,12 +80,13 @@ inline int64_t unit_bytes(int64_t format) {
 
 // Numbers of a row, in whole units.
 inline int64_t slots_of(const Cached& rows) {
-    return round_up(rows.row_bytes(), unit_bytes(rows.format)) / unit_bytes(rows.format) * 2 * LANES;
+    int64_t unit = unit_bytes(rows.read_format());
+    return round_up(rows.read_bytes(), unit) / unit * 2 * LANES;
 }
 
 // The slot of channel d.
 inline int64_t slot_of(const Cached& rows, int64_t d) {
-    if (rows.format != UINT4) return d;
+    if (rows.read_format() != UINT4) return d;
     int64_t run = rows.run(), item = d / run, byte = item / 2 * run + d % run;
     return byte / LANES * 2 * LANES + item % 2 * LANES + byte % LANES;
 }

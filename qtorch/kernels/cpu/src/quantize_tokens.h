@@ -2,7 +2,7 @@
 // kernels/cache_form.py computes them with the primitives.
 //
 //     INT8, FLOAT8   scale = max |x| / largest code,       q = round(x / scale)
-//     UINT4          scale = (max - min) / 15, zero = min, q = round((x - zero) / scale)
+//     UINT4, 3, 2    scale = (max - min) / (2^bits - 1), zero = min, q = round((x - zero) / scale)
 //
 // The scale of a token that holds a NaN or an infinity is NaN.
 #pragma once
@@ -59,43 +59,50 @@ inline void quantize_token(const Tokens& in, const float* x, uint8_t* codes, voi
         low = lows[i] < low ? lows[i] : low;
         high = highs[i] > high ? highs[i] : high;
     }
-    if (in.format == UINT4) {
-        scale = (high - low) / 15;
-        if (__builtin_isinf(scale)) scale = high / 15 - low / 15;
+    const int64_t bits = packed_bits(in.format);
+    const float top = (1 << bits) - 1;
+    if (bits) {
+        scale = (high - low) / top;
+        if (__builtin_isinf(scale)) scale = high / top - low / top;
     } else {
         scale = (-low > high ? -low : high) / (in.format == INT8 ? 127.0f : 448.0f);
     }
     if (scale < (float)in.smallest) scale = in.smallest;
     if (scale > (float)in.largest) scale = in.largest;
     scale = rounded(sum(lost) ? __builtin_nanf("") : scale, in.scale_type, scale_out);
-    if (in.format == UINT4) zero = rounded(low, in.scale_type, zero_out);
+    if (bits) zero = rounded(low, in.scale_type, zero_out);
     Floats inverse = broadcast(1.0f / scale), s = broadcast(scale), z = broadcast(zero);
-    Floats least = broadcast(in.format == UINT4 ? 0 : in.format == INT8 ? -127 : -448);
-    Floats most = broadcast(in.format == UINT4 ? 15 : in.format == INT8 ? 127 : 448);
+    Floats least = broadcast(bits ? 0 : in.format == INT8 ? -127 : -448);
+    Floats most = broadcast(bits ? top : in.format == INT8 ? 127 : 448);
     for (int64_t i = 0; i < padded; i += LANES) {
         Floats v = load<Floats>(x + i);
         if (in.format == FLOAT8) {
             Floats code = smaller(larger(v * inverse, least), most);
             for (int j = 0; j < LANES; j++) codes[i + j] = float_to_e4m3(code[j]);
         } else {
-            Floats code = round_even(in.format == UINT4 ? (v - z) / s : v * inverse);
+            Floats code = round_even(bits ? (v - z) / s : v * inverse);
             store_bytes((int8_t*)codes + i, to_ints(smaller(larger(code, least), most)));
         }
     }
 }
 
-// Codes of 4 bits in the order of layouts/packed.py.
-inline void pack_nibbles(const uint8_t* codes, int64_t width, uint8_t* out) {
-    int64_t run = (width + 7) / 8;
-    auto code = [&](int64_t i) { return i < width ? codes[i] : 0; };
-    for (int64_t item = 0; item < 8; item += 2, out += run)
-        for (int64_t i = 0; i < run; i++) out[i] = code(item * run + i) | code((item + 1) * run + i) << 4;
+// Codes of 2, 3 or 4 bits in the order of layouts/packed.py: parts of 4, 2 and 1 bits, the low ones first.
+inline void pack_row(const uint8_t* codes, int64_t width, int64_t bits, uint8_t* out) {
+    int64_t run = (width + 7) / 8, low = 0;
+    auto code = [&](int64_t i) { return i < width ? codes[i] >> low : 0; };
+    for (int64_t part = 4; part; low += bits & part, part /= 2)
+        for (int64_t item = 0; bits & part && item < 8; item += 8 / part, out += run)
+            for (int64_t i = 0; i < run; i++) {
+                out[i] = 0;
+                for (int64_t s = 0; s < 8 / part; s++)
+                    out[i] |= (code((item + s) * run + i) & ((1 << part) - 1)) << part * s;
+            }
 }
 
 inline void quantize_tokens(const Tokens& in) {
     constexpr int64_t THREAD_NUMBERS = 1 << 15;  // that are worth waking a thread for
     int64_t rows = in.batch * in.heads * in.tokens, most = rows * in.width / THREAD_NUMBERS + 1;
-    int64_t bytes = in.format == UINT4 ? (in.width + 7) / 8 * 4 : in.width, unit = size_of(in.scale_type);
+    int64_t bits = packed_bits(in.format), bytes = bits ? (in.width + 7) / 8 * bits : in.width, unit = size_of(in.scale_type);
     parallel(rows, in.threads < most ? in.threads : most, [&](Tasks& tasks) {
         static thread_local Scratch row_scratch, code_scratch;
         int64_t padded = round_up(in.width, LANES);
@@ -107,7 +114,7 @@ inline void quantize_tokens(const Tokens& in) {
             to_float((const char*)in.data + at * size_of(in.type), in.type, in.width, row);
             for (int64_t i = in.width; i < padded; i++) row[i] = row[0];
             quantize_token(in, row, codes, (char*)in.scale + m * unit, (char*)in.zero + m * unit);
-            if (in.format == UINT4) pack_nibbles(codes, in.width, in.codes + m * bytes);
+            if (bits) pack_row(codes, in.width, bits, in.codes + m * bytes);
             else memcpy(in.codes + m * bytes, codes, bytes);
         }
     });

@@ -5,6 +5,7 @@
 A program reads a part of the tokens and writes its sums, their weights and the largest score; torch joins the parts
 (flash decoding). Scales of tokens are multiplied into scores and weights, so that codes go into the products as they
 are; in bf16 and fp16 all of them are exact. Bytes with two codes are two tiles, whose channels the query is read for.
+Codes of 2 and 3 bits are one tile: each channel reads its bytes.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from ...custom_ops import note
 from ...ops.kv_attention import KVAttention
 from .launch import check_device
 
-FORMATS = {"int8": 0, "uint4": 1, "float8_e4m3fn": 2, "floats": 3}
+FORMATS = {"int8": 0, "uint4": 1, "float8_e4m3fn": 2, "floats": 3, "uint2": 4, "uint3": 5}
 MASKS = {None: 0, torch.uint8: 1, torch.float32: 2, torch.bfloat16: 2, torch.float16: 2}
 BLOCK_T = 64
 PROGRAMS = 264
@@ -40,6 +41,22 @@ def _numbers(codes, FORMAT: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexp
     else:
         w = codes.to(dtype)
     return w
+
+
+@triton.jit
+def _load_codes(at, bytes_, run, seen, inside, FORMAT: tl.constexpr):
+    """The bytes (tokens, channels) at `at` (tokens, 1); of codes of 2 and 3 bits, which share them, the codes."""
+    mask = seen[:, None] & inside[None, :]
+    if FORMAT >= 4:
+        item, place = bytes_ // run, bytes_ % run
+        two = tl.load(at + ((item // 4) * run + place)[None, :], mask=mask, other=0)
+        codes = (two >> (2 * (item % 4)).to(tl.uint8)[None, :]) & 3
+        if FORMAT == 5:
+            one = tl.load(at + (2 * run + place)[None, :], mask=mask, other=0)
+            codes |= ((one >> item.to(tl.uint8)[None, :]) & 1) << 2
+    else:
+        codes = tl.load(at + bytes_[None, :], mask=mask, other=0)
+    return codes
 
 
 @triton.jit
@@ -83,7 +100,8 @@ def _kv_attention(
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ksb, stride_ksh, stride_kst, stride_vsb, stride_vsh, stride_vst,
     stride_mb, stride_mh, stride_mm,
-    FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, ZERO: tl.constexpr, MASK: tl.constexpr, USED: tl.constexpr,
+    K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, PER_CHANNEL: tl.constexpr, K_ZERO: tl.constexpr,
+    V_ZERO: tl.constexpr, MASK: tl.constexpr, USED: tl.constexpr,
     SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -101,42 +119,42 @@ def _kv_attention(
     q_at = q_ptr + b * stride_qb + of_query * stride_qh + m * stride_qm
     byte = tl.arange(0, BLOCK_K)
     v_byte = tl.arange(0, BLOCK_V)
-    channel, inside = _channels(byte, k_run, k_width, FORMAT, False)
+    channel, inside = _channels(byte, k_run, k_width, K_FORMAT, False)
     q = tl.load(q_at[:, None] + channel[None, :], mask=there[:, None] & inside[None, :], other=0.0)
     q_sum = tl.sum(q.to(tl.float32), 1)
     y = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if FORMAT == 1:
-        up, up_inside = _channels(byte, k_run, k_width, FORMAT, True)
+    if K_FORMAT == 1:
+        up, up_inside = _channels(byte, k_run, k_width, K_FORMAT, True)
         q_up = tl.load(q_at[:, None] + up[None, :], mask=there[:, None] & up_inside[None, :], other=0.0)
         q_sum += tl.sum(q_up.to(tl.float32), 1)
+    if V_FORMAT == 1:
         y_up = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     high = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     constant = tl.zeros([BLOCK_M], tl.float32)
-    k_bytes = 4 * k_run if FORMAT == 1 else k_width
-    v_bytes = 4 * v_run if FORMAT == 1 else v_width
+    k_bytes = 4 * k_run if K_FORMAT == 1 else k_width
+    v_bytes = 4 * v_run if V_FORMAT == 1 else v_width
     first = tl.program_id(1) * part
     for t in range(first, min(first + part, used), BLOCK_T):
         at = t + tl.arange(0, BLOCK_T)
         seen = at < used
-        k_mask = seen[:, None] & (byte < k_bytes)[None, :]
-        k_at = k_ptr + b * stride_kb + h * stride_kh + at[:, None].to(tl.int64) * stride_kt + byte[None, :]
-        codes = tl.load(k_at, mask=k_mask, other=0)
+        k_at = k_ptr + b * stride_kb + h * stride_kh + at[:, None].to(tl.int64) * stride_kt
+        codes = _load_codes(k_at, byte, k_run, seen, byte < k_bytes, K_FORMAT)
         ks, kz = ks_ptr + b * stride_ksb + h * stride_ksh, kz_ptr + b * stride_ksb + h * stride_ksh
         k = _key_tile(
-            codes, ks, kz, stride_kst, at, block, channel, inside, seen[:, None], FORMAT, False, PER_CHANNEL, ZERO,
+            codes, ks, kz, stride_kst, at, block, channel, inside, seen[:, None], K_FORMAT, False, PER_CHANNEL, K_ZERO,
             dtype,
         )  # fmt: skip
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        if FORMAT == 1:
+        if K_FORMAT == 1:
             k = _key_tile(
-                codes, ks, kz, stride_kst, at, block, up, up_inside, seen[:, None], FORMAT, True, PER_CHANNEL, ZERO,
+                codes, ks, kz, stride_kst, at, block, up, up_inside, seen[:, None], K_FORMAT, True, PER_CHANNEL, K_ZERO,
                 dtype,
             )  # fmt: skip
             score = tl.dot(q_up, k.T, score, input_precision=PRECISION)
-        if FORMAT != 3 and not PER_CHANNEL:
+        if K_FORMAT != 3 and not PER_CHANNEL:
             score *= tl.load(ks + at * stride_kst, mask=seen, other=0.0).to(tl.float32)[None, :]
-            if ZERO:
+            if K_ZERO:
                 score += q_sum[:, None] * tl.load(kz + at * stride_kst, mask=seen, other=0.0).to(tl.float32)[None, :]
         score *= scaling
         if SOFTCAP:
@@ -160,30 +178,29 @@ def _kv_attention(
         factor = tl.exp(tl.where(high == float("-inf"), float("-inf"), high - less))
         high = highest
         total = total * factor + tl.sum(p, 1)
-        if FORMAT != 3:
+        if V_FORMAT != 3:
             vs_at = b * stride_vsb + h * stride_vsh + at * stride_vst
-            if ZERO:
+            if V_ZERO:
                 zeros = tl.load(vz_ptr + vs_at, mask=seen, other=0.0).to(tl.float32)
                 constant = constant * factor + tl.sum(tl.where(visible, p * zeros[None, :], 0.0), 1)
             scales = tl.load(vs_ptr + vs_at, mask=seen, other=0.0).to(tl.float32)
             p = tl.where(visible, p * scales[None, :], 0.0)
-        v_mask = seen[:, None] & (v_byte < v_bytes)[None, :]
-        v_at = v_ptr + b * stride_vb + h * stride_vh + at[:, None].to(tl.int64) * stride_vt + v_byte[None, :]
-        codes = tl.load(v_at, mask=v_mask, other=0)
-        y = tl.dot(p.to(dtype), _numbers(codes, FORMAT, False, dtype), y * factor[:, None], input_precision=PRECISION)
-        if FORMAT == 1:
+        v_at = v_ptr + b * stride_vb + h * stride_vh + at[:, None].to(tl.int64) * stride_vt
+        codes = _load_codes(v_at, v_byte, v_run, seen, v_byte < v_bytes, V_FORMAT)
+        y = tl.dot(p.to(dtype), _numbers(codes, V_FORMAT, False, dtype), y * factor[:, None], input_precision=PRECISION)
+        if V_FORMAT == 1:
             y_up = tl.dot(
-                p.to(dtype), _numbers(codes, FORMAT, True, dtype), y_up * factor[:, None], input_precision=PRECISION
+                p.to(dtype), _numbers(codes, V_FORMAT, True, dtype), y_up * factor[:, None], input_precision=PRECISION
             )
     at = (head * parts + first_part + tl.program_id(1)) * (group * rows) + row
     tl.store(high_ptr + at, high, mask=there)
     tl.store(sum_ptr + at, total, mask=there)
-    channel, inside = _channels(v_byte, v_run, v_width, FORMAT, False)
+    channel, inside = _channels(v_byte, v_run, v_width, V_FORMAT, False)
     tl.store(
         y_ptr + at[:, None] * v_width + channel[None, :], y + constant[:, None], mask=there[:, None] & inside[None, :]
     )
-    if FORMAT == 1:
-        channel, inside = _channels(v_byte, v_run, v_width, FORMAT, True)
+    if V_FORMAT == 1:
+        channel, inside = _channels(v_byte, v_run, v_width, V_FORMAT, True)
         tl.store(
             y_ptr + at[:, None] * v_width + channel[None, :],
             y_up + constant[:, None],
@@ -217,30 +234,36 @@ def kv_attention(call: KVAttention) -> Tensor:
         [0] * 3 if mask is None else [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)][:3]
     )
 
-    def launch(kind: str, keys: Any, values: Any, tokens: int, part: int, first: int, count: int, before: int) -> None:
-        k_run, v_run = (triton.cdiv(size, 8) for size in (width, call.width))
-        k_row, v_row = (4 * k_run, 4 * v_run) if kind == "uint4" else (width, call.width)
-        scaled, zero = len(keys) > 1, len(keys) > 2
+    def launch(
+        kinds: tuple[str, str], keys: Any, values: Any, tokens: int, part: int, first: int, count: int, before: int
+    ) -> None:
+        k_run, v_run = runs = [triton.cdiv(size, 8) for size in (width, call.width)]
+        rows_of = zip(kinds, runs, (width, call.width), strict=True)
+        tiles_of = [4 * run if kind == "uint4" else size for kind, run, size in rows_of]
+        scaled, k_zero, v_zero = len(keys) > 1, len(keys) > 2, len(values) > 2
         used = call.used is not None
         _kv_attention[(batch * heads, count, triton.cdiv(all_rows, block_m))](
-            query, keys[0], keys[1 if scaled else 0], keys[2 if zero else 0],
-            values[0], values[1 if scaled else 0], values[2 if zero else 0],
+            query, keys[0], keys[1 if scaled else 0], keys[2 if k_zero else 0],
+            values[0], values[1 if scaled else 0], values[2 if v_zero else 0],
             call.used if used else query, query if mask is None else mask, sums, high, total,
             heads, group, rows, tokens, part, parts, first, before, call.length, width, call.width, k_run, v_run,
             max(form.block, 1), call.scaling, call.softcap or 1.0, *query.stride()[:3], *keys[0].stride()[:3],
             *values[0].stride()[:3], *(keys[1].stride()[:3] if scaled else (0, 0, 0)),
             *(values[1].stride()[:3] if scaled else (0, 0, 0)), *steps,
-            FORMATS[kind], scaled and form.block > 0, zero, MASKS[None if mask is None else mask.dtype],
-            used, call.softcap != 0, call.causal and rows > 1, "ieee" if query.dtype is torch.float32 else "tf32",
-            block_m, BLOCK_T, *(max(16, triton.next_power_of_2(row)) for row in (k_row, v_row)), num_warps=4,
+            *(FORMATS[kind] for kind in kinds), scaled and form.block > 0, k_zero, v_zero,
+            MASKS[None if mask is None else mask.dtype], used,
+            call.softcap != 0, call.causal and rows > 1, "ieee" if query.dtype is torch.float32 else "tf32",
+            block_m, BLOCK_T, *(max(16, triton.next_power_of_2(row)) for row in tiles_of), num_warps=4,
         )  # fmt: skip
 
     if of_codes:
-        launch(form.values.dtype.name, call.keys, call.values, call.tokens, part, 0, of_codes, 0)
+        launch(
+            (form.keys.dtype.name, form.values.dtype.name), call.keys, call.values, call.tokens, part, 0, of_codes, 0
+        )
     if call.recent:
         keys, values = ([x.to(query.dtype)] for x in call.recent)
         count = call.recent[0].shape[2]
-        launch("floats", keys, values, count, count, of_codes, 1, call.tokens)
+        launch(("floats", "floats"), keys, values, count, count, of_codes, 1, call.tokens)
     return _join(call, sums, high, total).to(query.dtype)
 
 
