@@ -317,7 +317,9 @@ def adapted_class(kind: Any, mixin: type[OnQuantized] | None = None) -> Any:
             mixin = OnQuantizedValues
     doc = f"{kind.__module__}.{kind.__qualname__} on quantized weights."
     # PEFT looks at the names of some of its classes.
-    return type(kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": doc, "peft_class": kind, "mixin": mixin})
+    return type(
+        kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": doc, "peft_class": kind, "mixin": mixin}
+    )
 
 
 def _rebuild(kind: type, mixin: type[OnQuantized] | None = None) -> Any:

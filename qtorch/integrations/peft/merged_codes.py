@@ -59,9 +59,9 @@ class OnMergedCodes(OnQuantized):
         y: Tensor = _ThroughCodes.apply(self, names, x, self.get_base_layer().bias, *factors)
         return y
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge adapters into the base, whose codes become those that the layer computed with."""
-        with requantize_merged():
+        with requantize_merged(), without_autocast(self.get_base_layer().weight.device.type):
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
     def update_layer(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,9 @@ def check_adapter(layer: Any, name: str) -> None:
     }
     for what, there in found.items():
         if there:
-            raise ValueError(f"merged_codes=True takes LoRA without dropout, bias and variants; adapter {name!r} has {what}")
+            raise ValueError(
+                f"merged_codes=True takes LoRA without dropout, bias and variants; adapter {name!r} has {what}"
+            )
 
 
 def train_through_codes(model: nn.Module) -> None:
