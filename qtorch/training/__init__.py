@@ -71,6 +71,7 @@ __all__ = [
     "TrainingSpec",
     "TrainingWeight",
     "advance_with",
+    "batch_invariant",
     "binary_training",
     "bitnet_training",
     "calibrate",
@@ -108,4 +109,5 @@ __all__ = [
     "scheduled_training",
     "share_rounding",
     "switchback_training",
+    "sync_codes",
 ]

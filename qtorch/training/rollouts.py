@@ -1,13 +1,13 @@
-"""Rollouts equal to the trainer: a token sampled with a KV cache has the log-probability that training computes for it.
+"""Rollouts equal to the trainer: a token sampled with a KV cache has the log-probability that training computes.
 
-Products of a model with int8 weights and activations are sums of integers, which are exact in any order. What is left in
-floating point depends, in torch, on the number of rows and on the place of a row among them:
+Products of a model with int8 weights and activations are sums of integers, exact in any order. What is left in floating
+point depends, in torch, on the number of rows and on the place of a row among them:
 
     sums (norms, softmax, attention, float linear layers)    order of addition by shape, vector length and threads
     silu, gelu, sigmoid                                      other code for the last elements of a vector
 
-In `batch_invariant` each of these is a function of its own row: sums run from the first term to the last (`cumsum`, which
-on a CPU adds up in double precision), so that terms of zero, those of padding and of masked tokens, change no bit
+In `batch_invariant` each of these is a function of its own row: sums run from the first term to the last (`cumsum`,
+which on a CPU adds up in double precision), so that terms of zero, those of padding and of masked tokens, change no bit
 wherever they stand; activations are made of exp, tanh and erf, which torch computes alike for every element. Autograd
 differentiates them as they are. The cost is a pass over all products of an attention or float layer.
 """

@@ -32,7 +32,7 @@ def both(recipe: str, name: str = "llama", implementation: str = "sdpa", **optio
 
 
 def difference(trainer: Any, sampler: Any, lengths: list[int], tokens: int, seed: int) -> float:
-    """Between the log-probabilities of a batch, padded on the left, sampled with a cache, and of each sequence alone."""
+    """Between log-probabilities of a batch, padded on the left, sampled with a cache, and of each sequence alone."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])

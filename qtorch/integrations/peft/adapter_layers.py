@@ -317,9 +317,8 @@ def adapted_class(kind: Any, mixin: type[OnQuantized] | None = None) -> Any:
             mixin = OnQuantizedValues
     doc = f"{kind.__module__}.{kind.__qualname__} on quantized weights."
     # PEFT looks at the names of some of its classes.
-    return type(
-        kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": doc, "peft_class": kind, "mixin": mixin}
-    )
+    own = {"__module__": __name__, "__doc__": doc, "peft_class": kind, "mixin": mixin}
+    return type(kind.__name__, (mixin, kind), own)
 
 
 def _rebuild(kind: type, mixin: type[OnQuantized] | None = None) -> Any:
@@ -353,6 +352,7 @@ def names_of(layer: Any, base: nn.Module | None = None) -> list[str]:
 
 
 def is_frozen(parameter: Tensor | None) -> bool:
+    """Whether a parameter is quantized and is not trained itself."""
     return isinstance(parameter, QuantizedTensor) and not parameter.trains
 
 

@@ -5,8 +5,8 @@
     dL/dx = g w_hat
     dL/dA = s (g B)^T x_hat,   dL/dB = s g^T (x_hat A^T)
 
-Q chooses scales and codes as the base was quantized, in each forward, by the code with which adapters are merged: so the
-merged layer computes what was trained, bit for bit. The gradient passes straight through Q (Bengio et al., arXiv
+Q chooses scales and codes as the base was quantized, in each forward, by the code that merges adapters: so the merged
+layer computes what was trained, bit for bit. The gradient passes straight through Q (Bengio et al., arXiv
 1308.3432), and is that of the low-rank product: no gradient of the size of w is made. x_hat is the input as the layer
 quantizes it. Between forward and backward x, A and B are kept, and nothing of the size of w: the backward computes the
 codes again.
