@@ -139,7 +139,7 @@ def _attention(
         key, value = (x.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for x in (key, value))
     scores = _matmul(query, key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
         floats = attn_mask.dtype is not torch.bool
         scores = scores + attn_mask if floats else scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
