@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..dtypes import QuantizedTensor
+from .weights.base import TrainingWeight
 
 _PRODUCTS = 1 << 22
 """Number of products of a float layer that are in memory at a time."""
@@ -197,4 +198,4 @@ def sync_codes(trainer: nn.Module, sampler: nn.Module) -> None:
             raise ValueError(f"sync_codes: trainer has no parameter {name} of shape {tuple(target.shape)}")
     for name, target in targets.items():
         source: Any = sources[name]
-        target.copy_(source.convert() if isinstance(source, QuantizedTensor) and source.trains else source.detach())
+        target.copy_(source.convert() if isinstance(source, TrainingWeight) else source.detach())

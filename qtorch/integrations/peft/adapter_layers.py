@@ -322,7 +322,7 @@ def adapted_class(kind: Any, mixin: type[OnQuantized] | None = None) -> Any:
 
 
 def _rebuild(kind: type, mixin: type[OnQuantized] | None = None) -> Any:
-    made = adapted_class(kind, mixin)
+    made: Any = adapted_class(kind, mixin)  # type: ignore[arg-type]
     return made.__new__(made)
 
 

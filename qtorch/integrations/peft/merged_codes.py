@@ -54,7 +54,7 @@ class OnMergedCodes(OnQuantized):
             raise ValueError("adapter_names: a batch of several adapters has no merged weight; set_adapter one of them")
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not names:
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         factors = [tensor for name in names for tensor in (self.lora_A[name].weight, self.lora_B[name].weight)]
         y: Tensor = _ThroughCodes.apply(self, names, x, self.get_base_layer().bias, *factors)
         return y
@@ -154,7 +154,8 @@ def train_through_codes(model: nn.Module) -> None:
             classes[layer] = adapted_class(layer.peft_class, OnMergedCodes)
             if layer.kept:
                 raise ValueError("merged_codes: an adapter is merged; call unmerge_adapter first")
-            for name in layer.lora_A:
+            adapters: Any = layer.lora_A
+            for name in adapters:
                 check_adapter(layer, name)
     for layer, kind in classes.items():
         layer.__class__ = kind
