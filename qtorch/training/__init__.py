@@ -47,6 +47,7 @@ from .recipes.int8 import SwitchbackTraining as switchback_training
 from .recipes.int8_quantized import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
 from .recipes.int8_quantized import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
 from .recipes.scheduled import ScheduledTraining as scheduled_training
+from .rollouts import batch_invariant, sync_codes
 from .weights.base import TrainingWeight
 from .weights.codes import CodesWeight, share_rounding
 from .weights.master import MasterWeight
@@ -70,6 +71,7 @@ __all__ = [
     "TrainingSpec",
     "TrainingWeight",
     "advance_with",
+    "batch_invariant",
     "binary_training",
     "bitnet_training",
     "calibrate",
@@ -107,4 +109,5 @@ __all__ = [
     "scheduled_training",
     "share_rounding",
     "switchback_training",
+    "sync_codes",
 ]

@@ -128,6 +128,7 @@ class OnQuantized:
     (`on_floats`), PEFT's own merge and unmerge run."""
 
     peft_class: ClassVar[type]
+    mixin: ClassVar[type[OnQuantized]]
     kept: dict[str, Tensor]
     on_floats: bool
 
@@ -229,7 +230,7 @@ class OnQuantized:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time: a copy or pickle makes it again.
-        return _rebuild, (self.peft_class,), vars(self)
+        return _rebuild, (self.peft_class, self.mixin), vars(self)
 
 
 class OnQuantizedParameter(OnQuantized):
@@ -278,7 +279,7 @@ MIXINS: dict[type, type[OnQuantized]] = {
     TrainableTokensLayer: OnQuantizedTokens,
     BaseTunerLayer: OnQuantized,
 }
-"""PEFT class -> mixin of it; the first that fits."""
+"""PEFT class -> mixin of it; the first that fits. The attribute `adapter_mixin` of a base is that of its adapters."""
 
 
 def adapt(layer: Any, base: nn.Module) -> None:
@@ -293,10 +294,10 @@ def adapt(layer: Any, base: nn.Module) -> None:
             "LoRA on nn.MultiheadAttention adds to its weights in each forward, which are quantized here; leave it out "
             "of target_modules, or in float: dequantize_(that module)"
         )
-    if not any(_is_frozen(root._parameters[name]) for name in names_of(layer, root)):
+    if not any(is_frozen(root._parameters[name]) for name in names_of(layer, root)):
         return
     kind: Any = type(layer)
-    layer.__class__ = adapted_class(kind)
+    layer.__class__ = adapted_class(kind, vars(root).get("adapter_mixin"))
     vars(layer).update(kept={}, on_floats=False)
 
 
@@ -308,18 +309,20 @@ def adapt_model(model: nn.Module) -> None:
 
 
 @functools.cache
-def adapted_class(kind: Any) -> Any:
-    """The class for quantized weights of a class of PEFT's layers."""
-    mixin = next(mixin for of, mixin in MIXINS.items() if issubclass(kind, of))
-    if any(f".tuners.{name}." in base.__module__ for base in kind.__mro__ for name in READS_VALUES):
-        mixin = OnQuantizedValues
+def adapted_class(kind: Any, mixin: type[OnQuantized] | None = None) -> Any:
+    """The class for quantized weights of a class of PEFT's layers, with the mixin of that class unless one is given."""
+    if mixin is None:
+        mixin = next(mixin for of, mixin in MIXINS.items() if issubclass(kind, of))
+        if any(f".tuners.{name}." in base.__module__ for base in kind.__mro__ for name in READS_VALUES):
+            mixin = OnQuantizedValues
     doc = f"{kind.__module__}.{kind.__qualname__} on quantized weights."
     # PEFT looks at the names of some of its classes.
-    return type(kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": doc, "peft_class": kind})
+    own = {"__module__": __name__, "__doc__": doc, "peft_class": kind, "mixin": mixin}
+    return type(kind.__name__, (mixin, kind), own)
 
 
-def _rebuild(kind: type) -> Any:
-    made = adapted_class(kind)
+def _rebuild(kind: type, mixin: type[OnQuantized] | None = None) -> Any:
+    made: Any = adapted_class(kind, mixin)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
@@ -328,7 +331,7 @@ def floats(layer: Any, dtype: torch.dtype | None = None) -> Iterator[dict[str, Q
     """Context in which the quantized weights that `layer` adapts are float parameters, in their logical dtype unless
     `dtype` is given. Gives the quantized ones, by name; they are back at the end."""
     base = layer.get_base_layer()
-    of = {name: base._parameters[name] for name in names_of(layer) if _is_frozen(base._parameters[name])}
+    of = {name: base._parameters[name] for name in names_of(layer) if is_frozen(base._parameters[name])}
     before = layer.on_floats
     for name, tensor in of.items():
         base._parameters[name] = nn.Parameter(tensor.dequantize(dtype), requires_grad=False)
@@ -348,7 +351,8 @@ def names_of(layer: Any, base: nn.Module | None = None) -> list[str]:
     return [name for name, parameter in base._parameters.items() if parameter is not None]
 
 
-def _is_frozen(parameter: Tensor | None) -> bool:
+def is_frozen(parameter: Tensor | None) -> bool:
+    """Whether a parameter is quantized and is not trained itself."""
     return isinstance(parameter, QuantizedTensor) and not parameter.trains
 
 

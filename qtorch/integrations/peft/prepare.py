@@ -17,13 +17,18 @@ from ...calibration.statistics import SecondMoment
 from ...dtypes import QuantizedTensor
 from ...model.install import check_model
 from .adapter_layers import OnQuantized, adapt_model, floats, replace_parameters, requantized
+from .merged_codes import train_through_codes
 from .versions import is_swapped
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def prepare_for_adapters(
-    model: M, *, gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    model: M,
+    *,
+    gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+    merged_codes: bool = False,
 ) -> M:
     """Freeze a quantized model and turn gradient checkpointing on, in place; no dtype is changed.
 
@@ -39,13 +44,17 @@ def prepare_for_adapters(
             transformers.
         gradient_checkpointing_kwargs: arguments of `torch.utils.checkpoint.checkpoint`; ``use_reentrant=False`` unless
             they say otherwise.
+        merged_codes: adapters, those that are there and those to come, are trained through the codes of the merged
+            weight, so that merging them changes no bit (see `merged_codes`). They are LoRA on linear layers, without
+            dropout, bias and variants. Each forward and each backward quantizes every adapted weight.
 
     Returns:
         `model`.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: no weight of it is quantized, or it has no gradient checkpointing.
+        ValueError: no weight of it is quantized, it has no gradient checkpointing, or adapters that it has cannot be
+            trained through merged codes.
     """
     check_model("prepare_for_adapters", model)
     any_model: Any = model
@@ -61,6 +70,8 @@ def prepare_for_adapters(
     if not any(isinstance(module, BaseTuner) for module in model.modules()):
         model.requires_grad_(False)
     adapt_model(model)
+    if merged_codes:
+        train_through_codes(model)
     if gradient_checkpointing:
         arguments = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
         any_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
