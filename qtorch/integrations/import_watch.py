@@ -49,7 +49,7 @@ def _offer(integration: str, module: ModuleType) -> None:
 def after_import(name: str, step: Callable[[ModuleType], None], key: object = None) -> None:
     """Call `step` with the module `name` right after it is imported, for each `key` once; now, if it is already.
 
-    A finder at the front of `sys.meta_path` waits for the name: it asks the other finders for it, and adds the step to
+    A finder at the front of `sys.meta_path` waits for the name: it asks the finders behind it, and adds the step to
     the loader that they return. After that it removes itself. Python holds the lock of a module while it loads it, so
     the step runs in one thread, once.
     """
@@ -68,10 +68,12 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.name:
+        finders = list(sys.meta_path)
+        if fullname != self.name or self not in finders:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        # Those behind it alone: of two that wait for one name, the second would ask the first again.
+        behind = finders[finders.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in behind)), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             self._add_step(spec.loader)
         return spec
