@@ -15,8 +15,8 @@ from . import wrappers
 from .import_watch import after_import
 
 __all__ = [
-    *("accelerate", "diffusers", "export", "fusion", "peft", "tensor_parallel", "torchao", "transformers"),
-    "wrappers",
+    *("accelerate", "bitsandbytes", "diffusers", "export", "fusion", "lightning", "peft", "qat_schemes"),
+    *("serving_engines", "tensor_parallel", "torchao", "torchtitan", "transformers", "wrappers"),
 ]
 """Modules; all but the last are imported by their first use, as ``qtorch.integrations.peft``."""
 
