@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FORMATS = ("qtorch", "transformers", "compressed-tensors", "gguf")
+FORMATS = ("qtorch", "transformers", "compressed-tensors", "gptq", "awq", "gguf")
 """Formats that can be written. (Their registry needs torch.)"""
 
 METHODS = ("auto", "gptq")

@@ -176,7 +176,7 @@ class QuantizedLinear:
             def load(parameter: Tensor, loaded: Tensor, shard: Any = None, key: str = key) -> None:
                 self.stored[SHARDS.get(shard, shard)][key] = loaded.clone()  # engines may reuse its memory
 
-            empty = nn.Parameter(torch.empty(0), requires_grad=False)
+            empty = nn.Parameter(torch.empty(0, dtype=params_dtype, device="cpu"), requires_grad=False)
             empty.weight_loader = load  # type: ignore[attr-defined]
             layer.register_parameter(key, empty)
 

@@ -67,10 +67,12 @@ class Engine:
                     lambda cls: (methods.append(method), self.found.__setitem__(method, cls))
                 )
             else:
-                quantization |= dict(QUANTIZATION_METHODS=self.found, CPU_QUANTIZATION_METHODS={})
+                quantization |= {"QUANTIZATION_METHODS": self.found, "CPU_QUANTIZATION_METHODS": {}}
                 quantization["get_quantization_config"] = lambda method: self.found[method]
             for path, content in {
-                "linear": linear, "quantization": quantization, "quantization.base_config": linear,
+                "linear": linear,
+                "quantization": quantization,
+                "quantization.base_config": linear,
                 "quantization.unquant": linear,
             }.items():
                 module = ModuleType(f"{root}.{path}")
@@ -102,7 +104,8 @@ class Engine:
         if self.name.startswith("stand-in"):
             self.patch.setitem(globals(), "RANKS", ranks)
             return StandInLinear(inputs, sizes, config, prefix, rows=rows)
-        more: dict[str, Any] = dict(bias=False, quant_config=config, prefix=prefix, params_dtype=torch.float32)
+        more: dict[str, Any] = {"bias": False, "quant_config": config, "prefix": prefix}
+        more["params_dtype"] = torch.float32
         if self.name == "sglang":
             self.patch.setattr(self.linear, "_resolve_linear_group", lambda group: ranks)
             self.patch.setattr(self.linear, "get_group_rank_size", lambda group: group)

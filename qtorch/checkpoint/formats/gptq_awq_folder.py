@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
-from ...primitives import ZeroPointDomain
+from ...primitives import PerRow, ZeroPointDomain
 from ..save_folder import SaveFormat, register_save_format
 from .autogptq import GPTQ
 from .compressed_tensors.packing import pack
@@ -51,9 +51,10 @@ class _GroupedFormat(SaveFormat):
         if codes.dtype is torch.int8:
             codes = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
         sym = zero_point is None
-        zeros = torch.full((rows, groups), 2 ** (bits - 1)) if zero_point is None else zero_point.expand(rows, groups)
+        zeros = torch.full((rows, groups), 2 ** (bits - 1), dtype=torch.int16, device=codes.device) if zero_point is None else zero_point.expand(rows, groups)
         zeros = zeros.to(torch.int16) + (2 ** (bits - 1) if tensor.scheme.weight.dtype.is_signed and not sym else 0)
-        found = {"bits": bits, "group_size": inputs // groups if groups > 1 else -1, "sym": sym}
+        size = -1 if isinstance(tensor.scheme.weight.granularity, PerRow) else inputs // groups
+        found = {"bits": bits, "group_size": size, "sym": sym}
         self.first = self.first or (name, found)
         if found != self.first[1]:
             raise ValueError(
@@ -82,7 +83,7 @@ class _GroupedFormat(SaveFormat):
             return "has zero points that are real numbers, and the format has codes"
         scale = others["scale"]
         if scale.shape[0] != codes.shape[0]:
-            return f"shares scales between rows ({tuple(scale.shape)} for {tuple(codes.shape)})"
+            return f"has scales {tuple(scale.shape)} for codes {tuple(codes.shape)}, and the format has them by row"
         if scale.dtype is not tensor.dtype:
             return f"has scales in {scale.dtype}, and engines keep them in {tensor.dtype}, that of the model"
         if codes.shape[0] % 32 or codes.shape[1] % 32:
@@ -129,7 +130,7 @@ class GptqFormat(_GroupedFormat):
         return {
             "qweight": pack(codes, bits).t().contiguous(),
             "qzeros": pack(stored.to(torch.uint8), bits),
-            "g_idx": (torch.arange(codes.shape[1]) // (codes.shape[1] // zeros.shape[1])).to(torch.int32),
+            "g_idx": torch.arange(codes.shape[1], dtype=torch.int32, device="cpu") // (codes.shape[1] // zeros.shape[1]),
         }
 
     def config(self) -> dict[str, Any]:

@@ -48,7 +48,9 @@ class _QuantizedLinear(nn.Linear):
 
 def _nf4(function: str, quant_type: str, blocksize: int | None, compress_statistics: bool) -> WeightRecipe:
     if quant_type != "nf4":
-        raise ValueError(f"{function}: quant_type={quant_type!r:.20} has no equivalent in qtorch; write quant_type='nf4'")
+        raise ValueError(
+            f"{function}: quant_type={quant_type!r:.20} has no equivalent in qtorch; write quant_type='nf4'"
+        )
     return nf4_weight_only(group_size=blocksize or 64, double_quantize=compress_statistics)
 
 
@@ -125,4 +127,6 @@ def Params4bit(
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"bitsandbytes.nn.{name} has no equivalent here, only {', '.join(__all__)}; quantize_ does the rest")
+    raise AttributeError(
+        f"bitsandbytes.nn.{name} has no equivalent here, only {', '.join(__all__)}; quantize_ does the rest"
+    )
