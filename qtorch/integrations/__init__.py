@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 
 from ..primitives.supported_versions import UnsupportedVersion
-from . import wrappers
+from . import wrappers  # noqa: F401 (its hooks)
 from .import_watch import after_import
 
 __all__ = [
@@ -49,6 +49,7 @@ def _follow(follower: str, module: ModuleType) -> None:
         warnings.warn(str(error), stacklevel=2)
     except Exception as error:
         warnings.warn(
-            f"{follower} does not work with this version of {module.__name__.partition('.')[0]}: {type(error).__name__}: {error}",
+            f"{follower} does not work with this version of {module.__name__.partition('.')[0]}: "
+            f"{type(error).__name__}: {error}",
             stacklevel=2,
         )

@@ -12,6 +12,7 @@ With tensor parallelism it keeps its rows or its columns of each. Written for vL
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,10 @@ def _config_class(quantization: Any, methods: Any, linear: Any, unquantized: Any
     """The class of configurations for an engine, from its modules that have `QuantizationConfig`, `LinearMethodBase`,
     `LinearBase` and `UnquantizedLinearMethod`."""
 
-    class QtorchLinearMethod(QuantizedLinear, methods.LinearMethodBase):  # type: ignore[misc, name-defined]
+    class QtorchLinearMethod(QuantizedLinear, methods.LinearMethodBase):
         pass
 
-    class QtorchEngineConfig(quantization.QuantizationConfig):  # type: ignore[misc, name-defined]
+    class QtorchEngineConfig(quantization.QuantizationConfig):
         """Which layers of a folder are quantized, and how: from the headers of its files."""
 
         def __init__(self, config: Mapping[str, Any]) -> None:
@@ -148,6 +149,7 @@ def read_entries(name: str, revision: str | None = None) -> Entries:
     if not TransformersFolder.recognizes(path):
         raise ValueError(f"{path} has no weights of qtorch: write it by save_pretrained of a quantized model")
     with TransformersFolder.open(path, verify=False, mmap=True) as source:
+        assert isinstance(source, TransformersFolder)
         return source.entries
 
 
@@ -189,7 +191,7 @@ class QuantizedLinear:
             delattr(layer, key)
         sizes = self.sizes if len(self.sizes) == len(self.entries) else [sum(self.sizes)]
         for number, (entry, stored, size) in enumerate(zip(self.entries, self.stored, sizes, strict=True)):
-            whole = serialize.from_canonical(entry, lambda key, stored=stored: self._part(stored, key))
+            whole = serialize.from_canonical(entry, partial(self._part, stored))
             rank, ranks = self.ranks(layer, number)
             local = _own(_own(whole, 0, size, rank, ranks), 1, self.inputs, rank, ranks)
             weight = nn.Parameter(cast(local, self.dtype).to(device), requires_grad=False)

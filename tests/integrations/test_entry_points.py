@@ -83,7 +83,9 @@ def test_transformers_loads_a_folder(folder: Path, installed: dict[str, str], tm
 
 @pytest.mark.slow
 def test_nothing_is_loaded_where_that_is_turned_off(installed: dict[str, str], tmp_path: Path) -> None:
-    code = "import torch, sys, transformers.quantizers.auto as a; assert ('qtorch' in a.AUTO_QUANTIZATION_CONFIG_MAPPING) == {}"
+    code = (
+        "import torch, transformers.quantizers.auto as a\nassert ('qtorch' in a.AUTO_QUANTIZATION_CONFIG_MAPPING) == {}"
+    )
     for switch, wanted in (("0", False), ("1", True)):
         environment = installed | {"TORCH_DEVICE_BACKEND_AUTOLOAD": switch}
         run(environment, "-c", code.format(wanted), cwd=tmp_path)

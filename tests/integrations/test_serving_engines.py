@@ -1,5 +1,5 @@
-"""The plug-ins of vLLM and SGLang on the layers of their own sources, where they are installed, and on stand-ins with the
-interface that both declare: outputs are those of the model in transformers, bit for bit."""
+"""The plug-ins of vLLM and SGLang on the layers of their own sources, where they are installed, and on stand-ins with
+the interface that both declare: outputs are those of the model in transformers, bit for bit."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pro
 BLOCK = "model.layers.0"
 
 
-class StandInConfig(ABC):
+class StandInConfig(ABC):  # noqa: B024
     """What `QuantizationConfig` of both engines asks for."""
 
     def __init__(self) -> None:
@@ -57,9 +57,9 @@ class Engine:
         root = {"vllm": "vllm.model_executor.layers", "sglang": "sglang.srt.layers"}[name.removeprefix("stand-in ")]
         if name.startswith("stand-in"):
             unquantized = type("UnquantizedLinearMethod", (), {})
-            linear = dict(LinearBase=StandInLinear, LinearMethodBase=ABC, UnquantizedLinearMethod=unquantized)
-            linear |= dict(get_group_rank_size=lambda group: group)
-            quantization: dict[str, Any] = dict(QuantizationConfig=StandInConfig, QUANTIZATION_METHODS=[])
+            linear = {"LinearBase": StandInLinear, "LinearMethodBase": ABC, "UnquantizedLinearMethod": unquantized}
+            linear |= {"get_group_rank_size": lambda group: group}
+            quantization: dict[str, Any] = {"QuantizationConfig": StandInConfig, "QUANTIZATION_METHODS": []}
             if "vllm" in name:
                 methods = quantization["QUANTIZATION_METHODS"]
                 quantization["get_quantization_config"] = lambda method: self.found[method]

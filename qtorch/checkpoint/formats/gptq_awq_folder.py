@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
-from ...primitives import PerRow, ZeroPointDomain
+from ...primitives import ZeroPointDomain
 from ..save_folder import SaveFormat, register_save_format
 from .autogptq import GPTQ
 from .compressed_tensors.packing import pack
@@ -50,10 +50,14 @@ class _GroupedFormat(SaveFormat):
         zero_point = others.get("zero_point")
         if codes.dtype is torch.int8:
             codes = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
-        sym = zero_point is None
-        zeros = torch.full((rows, groups), 2 ** (bits - 1), dtype=torch.int16, device=codes.device) if zero_point is None else zero_point.expand(rows, groups)
-        zeros = zeros.to(torch.int16) + (2 ** (bits - 1) if tensor.scheme.weight.dtype.is_signed and not sym else 0)
-        size = -1 if isinstance(tensor.scheme.weight.granularity, PerRow) else inputs // groups
+        sym, middle = zero_point is None, 2 ** (bits - 1)
+        zeros = torch.full((rows, groups), middle, dtype=torch.int16, device=codes.device)
+        if zero_point is not None:
+            shift = middle if tensor.scheme.weight.dtype.is_signed else 0
+            zeros = zero_point.expand(rows, groups).to(torch.int16) + shift
+        size = inputs // groups
+        if groups == 1 and not (self.first and self.first[1]["group_size"] == size):
+            size = -1  # one group a row, unless the folder has groups of this size
         found = {"bits": bits, "group_size": size, "sym": sym}
         self.first = self.first or (name, found)
         if found != self.first[1]:
@@ -121,6 +125,7 @@ class GptqFormat(_GroupedFormat):
         self.checkpoint_format = checkpoint_format
 
     def _packed(self, codes: Tensor, zeros: Tensor, bits: int) -> dict[str, Tensor]:
+        inputs = codes.shape[1]
         stored = zeros.t() - int(GPTQ[self.checkpoint_format].minus_one)
         if bool((stored < 0).any()):
             raise ValueError(
@@ -130,7 +135,7 @@ class GptqFormat(_GroupedFormat):
         return {
             "qweight": pack(codes, bits).t().contiguous(),
             "qzeros": pack(stored.to(torch.uint8), bits),
-            "g_idx": torch.arange(codes.shape[1], dtype=torch.int32, device="cpu") // (codes.shape[1] // zeros.shape[1]),
+            "g_idx": torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // zeros.shape[1]),
         }
 
     def config(self) -> dict[str, Any]:
