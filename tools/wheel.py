@@ -28,7 +28,7 @@ TRIAL = Path(__file__).with_name("try_installed.py")
 TAG = f"manylinux_2_28_{platform.machine()}"
 """The oldest glibc that torch's own wheels run on."""
 
-PACKAGED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "qtorch")
+PACKAGED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "qtorch", "qtorch_autoload.py")
 
 
 def build_sdist(work: Path, output: Path) -> Path:

@@ -117,6 +117,18 @@ def save_format(
     return SAVE_FORMATS[name](config, **(options or {}))
 
 
+def check_destination(function: str, format: str, path: Path) -> str:
+    """The suffix of the file that `format` makes, empty for folders; an error if `path` is not of that kind."""
+    suffix = SAVE_FORMATS[format].suffix if format in SAVE_FORMATS else ""
+    if suffix and (path.suffix != suffix or path.is_dir()):
+        raise ValueError(f"{function}: the format {format!r} is a file, such as {path.name}{suffix}, got {path}")
+    if not suffix and path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{function}: {path} is a file; format {format!r} is written to a folder")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{function}: there is no folder {path.absolute().parent}")
+    return suffix
+
+
 # What every format asks of the tensors that it saves, and the writing of a file.
 
 
@@ -230,13 +242,7 @@ def save_folder(
     """Save a model, or a state dict, in a format of `SAVE_FORMATS`: `save_quantized` for folders, and for the files of
     other packages."""
     folder = Path(folder)
-    suffix = SAVE_FORMATS[format].suffix if format in SAVE_FORMATS else ""
-    if suffix and (folder.suffix != suffix or folder.is_dir()):
-        raise ValueError(f"save_quantized: format {format!r} is a file, such as {folder.name}{suffix}, got {folder}")
-    if not suffix and folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"save_quantized: {folder} is a file; format {format!r} is written to a folder")
-    if not folder.absolute().parent.is_dir():
-        raise FileNotFoundError(f"save_quantized: there is no folder {folder.absolute().parent}")
+    suffix = check_destination("save_quantized", format, folder)
     with temporary_beside(folder.absolute()) as temporary:
         config = _write_configs(model_or_state_dict, temporary)
         made = save_format(format, config, options)

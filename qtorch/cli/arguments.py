@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-FORMATS = ("qtorch", "transformers", "compressed-tensors", "gguf")
+FORMATS = ("qtorch", "transformers", "compressed-tensors", "gptq", "awq", "gguf")
 """Formats that can be written. (Their registry needs torch.)"""
 
 METHODS = ("auto", "gptq")

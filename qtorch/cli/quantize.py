@@ -7,6 +7,7 @@ DST depends on the format:
   transformers          a folder that from_pretrained loads, with the tokenizer and the configuration of SRC;
                         the default if SRC is a folder with a config.json
   compressed-tensors    a folder that vLLM serves
+  gptq, awq             folders for engines that read only those
   qtorch                a safetensors file that qtorch.load_quantized reads
   gguf                  a file that llama.cpp runs, by recipes such as gguf_q4_0
 

@@ -33,7 +33,7 @@ from ...quantize_api import check_are_recipes
 from ...recipes.base import Recipe
 from .. import formats  # noqa: F401 (registers the formats)
 from ..formats.transformers_folder import recipe_json
-from ..save_folder import SAVE_FORMATS, save_format
+from ..save_folder import SAVE_FORMATS, check_destination, save_format
 from ..sources import Contents, Source
 from ..tensor_file import OWN_FORMAT, check_name
 from .assignment import assign, check_values
@@ -194,11 +194,11 @@ def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
             f"{function}: the format {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got dst={dst}; "
             f"folders are written by {', '.join(map(repr, sorted(SAVE_FORMATS)))}"
         )
-    if format in SAVE_FORMATS and (suffix := SAVE_FORMATS[format].suffix) and dst.suffix != suffix:
-        raise ValueError(f"{function}: the format {format!r} is a file, such as {dst.name}{suffix}, got dst={dst}")
     if len(os.fsencode(dst.name)) > _MAX_NAME:
         raise ValueError(f"{function}: {dst.name!r:.80} has more than {_MAX_NAME} bytes; files are named after it")
-    if not os.path.isdir(dst.absolute().parent):
+    if format in SAVE_FORMATS:
+        check_destination(function, format, dst)
+    elif not os.path.isdir(dst.absolute().parent):
         raise FileNotFoundError(f"{function}: there is no folder {dst.absolute().parent}")
 
 

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers.quantizers.auto import register_quantization_config
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...calibration.methods import Method, with_data
 from ...checkpoint.formats.transformers_folder import QUANT_METHOD, VERSION, Names, quantization_config, read_recipe
 from ...model.misfit import OnMisfit
 from ...recipes.base import Recipe
+
+AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)  # the entry of `qtorch_autoload`
 
 
 @register_quantization_config(QUANT_METHOD)
