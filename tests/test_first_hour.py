@@ -270,7 +270,7 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda folder: save_quantized(folder / "x.safetensors", quantized()), "save_quantized: takes a model"),
         (lambda folder: save_quantized(quantized(), folder), "is a folder; give the name of a file in it"),
         (lambda folder: save_quantized(quantized(), folder / "a" / "b.safetensors"), "there is no folder .*a"),
-        (lambda folder: save_quantized(quantized(), folder / "x", format="gptq"), "'gptq' is not known; known are"),
+        (lambda folder: save_quantized(quantized(), folder / "x", format="exl2"), "'exl2' is not known; known are"),
         (lambda folder: load_quantized(folder / "x.safetensors", mlp()), "load_quantized: takes a model"),
         (lambda folder: load_quantized(mlp(), folder / "x.safetensors"), "no such file"),
         (lambda folder: load_quantized(mlp(), folder), "the folder is empty"),
