@@ -301,7 +301,7 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
     "calibration": [
         (lambda _: gptq(INT8), r"takes a recipe and batches, gptq\(int4_weight_only\(\), batches\)"),
         (lambda _: gptq(int8_weight_only, [inputs()]), r"make one: int8_weight_only\(\)"),
-        (lambda _: gptq([inputs()], INT8), "recipe takes WeightRecipe, got "),
+        (lambda _: gptq([inputs()], INT8), "recipe takes an inference recipe such as int4_weight_only.*, got "),
         (lambda _: auto(INT8, 5), "batches takes Iterable, got 5"),
         (lambda _: quantize_(mlp(), gptq(INT8, inputs())), r"a list of inputs of the model.*write \[batch\]"),
         (lambda _: quantize_(mlp(), gptq(INT8, "text.txt")), "is a list of inputs of the model, got 'text.txt'"),

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from qtorch import int8_dynamic_activation_int8_weight, quantize_
 from qtorch.training import batch_invariant, qat, sync_codes
@@ -29,6 +28,8 @@ TOKENS, GROUP, NEW = 32, 8, 10
 
 
 def model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # needed by a run alone
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, pad_token_id=0, eos_token_id=None, **sizes)).eval()

@@ -42,7 +42,7 @@ def _offer(integration: str, module: ModuleType) -> None:
             import_module(integration)
             return table[METHOD].from_dict(*args, **kwargs)
 
-    table: dict[str, Any] = module.AUTO_QUANTIZATION_CONFIG_MAPPING
+    table: dict[str, Any] = getattr(module, "AUTO_QUANTIZATION_CONFIG_MAPPING", {})  # of a version that has none
     table.setdefault(METHOD, Later)
 
 

@@ -184,6 +184,8 @@ def _word(hint: Any) -> str:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(map(_word, typing.get_args(hint)))
     origin = typing.get_origin(hint)
+    if text := getattr(hint, "described", None):
+        return str(text)
     return str(_WORDS.get(hint) or (hint if origin is tuple else getattr(origin or hint, "__name__", hint)))
 
 
@@ -197,7 +199,7 @@ def _instead(value: Any, hint: Any) -> str:
         if kind is torch.dtype and isinstance(value, str) and f"torch.{value}" in _DTYPES:
             return f"; write torch.{value}"
         of_kind = [name for cls, name in _CALLED.items() if isinstance(kind, type) and issubclass(cls, kind)]
-        if len(of_kind) > 1:
+        if len(of_kind) > 1 and not hasattr(kind, "described"):
             return f"; there are {', '.join(of_kind[:8])}"
     return ""
 

@@ -224,12 +224,14 @@ class WeightRecipe(Recipe):
 
     Attributes:
         prunes: whether it prunes the weight first; then it has `kept`.
+        described: what an argument of this type takes, for messages.
 
     Raises:
         ValueError: the arguments do not make a valid spec.
     """
 
     prunes: ClassVar[bool] = False
+    described: ClassVar[str] = "an inference recipe such as int4_weight_only()"
 
     def __post_init__(self) -> None:
         spec = self.linear_spec()

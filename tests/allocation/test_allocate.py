@@ -259,7 +259,7 @@ def test_a_weight_without_influence_is_said() -> None:
         ({"data": None, "refine": 1}, ValueError, "refine is measured on data; give data="),
         ({"data": [batch(0)], "refine": 1}, ValueError, "give held_out=, or data of two"),
         ({"loss": "logit"}, ValueError, 'loss is "logits" or a function'),
-        ({"forward": lambda model, ids: {"ids": ids}}, TypeError, "whose output holds a tensor in floating point"),
+        ({"forward": lambda model, ids: {"ids": ids}}, TypeError, "holds no tensor in floating point"),
         ({"model": {}}, TypeError, "allocate: takes a model"),
     ],
 )

@@ -347,7 +347,7 @@ READERS: dict[str, Reader] = {
         f"unfinished {format}": Reader(
             functools.partial(unfinished, format), functools.partial(finish, format), refuses=False
         )
-        for format in ("qtorch", "transformers", "compressed-tensors", "gguf")
+        for format in ("qtorch", "transformers", "compressed-tensors", "gptq", "awq", "gguf")
     },
     "ways": Reader(ways, read_ways),
 }

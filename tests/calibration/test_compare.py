@@ -15,7 +15,7 @@ import qtorch
 from qtorch import quantize_
 from qtorch.calibration import compare_models, observed
 from qtorch.dtypes import QuantizedTensor
-from qtorch.kv_cache import quantized_cache
+from qtorch.kv_cache import KVCacheSpec, quantized_cache
 from qtorch.primitives import compute_error
 from qtorch.training import qat
 from tests.fast_part import slow_but
@@ -159,7 +159,9 @@ def test_a_quantized_cache_is_the_rest() -> None:
 
     def forward(of: nn.Module, batch: dict[str, Tensor]) -> Any:
         # The first tokens of an empty cache attend to themselves in floating point, later ones read codes.
-        cache = quantized_cache(of, "int4") if of is quantized else architectures.hf.DynamicCache(config=model.config)
+        spec = KVCacheSpec("int4", keys="token", recent=0, rotate_keys=False)
+        floats = architectures.hf.DynamicCache(config=model.config)
+        cache = quantized_cache(of, spec) if of is quantized else floats
         first, later = batch["input_ids"].split(6, dim=1)
         of(first, past_key_values=cache, use_cache=True)
         return of(later, past_key_values=cache, use_cache=True)

@@ -114,7 +114,7 @@ def test_damaged_configurations(text: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tensors(tmp_path: Path) -> None:
-    refuses("no known format", lambda: open_source(tmp_path))
+    refuses("the folder is empty", lambda: open_source(tmp_path))
     with pytest.raises(FileNotFoundError):
         HFFolder(tmp_path)
 

@@ -214,7 +214,7 @@ def test_paths(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="file is a file; format 'compressed-tensors' is written to a folder"):
         saved(Model(), tmp_path / "file")
     refuses("there is no folder", lambda: saved(Model(), tmp_path / "none" / "model"), FileNotFoundError)
-    with pytest.raises(ValueError, match="format 'gguf-ish' is not known; known are 'qtorch', 'compressed-tensors'"):
+    with pytest.raises(ValueError, match="format 'gguf-ish' is not known; known are 'qtorch', 'awq', 'comp"):
         save_quantized(Model(), tmp_path / "model", format="gguf-ish")
     assert FORMAT in SAVE_FORMATS
 

@@ -95,7 +95,7 @@ def adam(form: str) -> Product:
 def attention() -> Product:
     keys, values = quantize_keys_and_values(*torch.randn(2, 1, 2, 3000, 64), cache_form("int8", "int8", 0))
     query, nothing = torch.randn(1, 8, 1, 64), (None, None, None)
-    about = ("int8", 0, 64, 0.125, 0.0, False)
+    about = ("int8", "int8", 0, 64, 0.125, 0.0, False)
     return lambda: [kv_attention(query, list(keys), list(values), [], *nothing, *about)]
 
 
