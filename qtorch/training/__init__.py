@@ -39,6 +39,8 @@ from .recipes.bitnet import BitnetTraining as bitnet_training
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp
 from .recipes.float8 import Float8Training as float8_training
 from .recipes.float8 import Mxfp8Training as mxfp8_training
+from .recipes.float4 import Mxfp4Training as mxfp4_training
+from .recipes.float4 import Nvfp4Training as nvfp4_training
 from .recipes.int8 import Int4Training as int4_training
 from .recipes.int8 import Int8MixedPrecisionTraining as int8_mixed_precision_training
 from .recipes.int8 import Int8MixedPrecisionTrainingConfig
@@ -89,7 +91,9 @@ __all__ = [
     "lora_qat",
     "lsq",
     "mixed_precision_training",
+    "mxfp4_training",
     "mxfp8_training",
+    "nvfp4_training",
     "pact",
     "parameter_groups",
     "precompute_bitnet_scale_for_fsdp",

@@ -41,6 +41,7 @@ CASES: dict[str, Any] = {
     "float8 rowwise": training.float8_training(),
     "float8 tensorwise": training.float8_training(PerTensor()),
     "mxfp8": training.mxfp8_training(),
+    "mxfp4": training.mxfp4_training(stochastic_rounding=False, hadamard=False),
     "qat int8": qat(int8_dynamic_activation_int8_weight()),
     "qat int8 int4": qat(qtorch.int8_dynamic_activation_int4_weight(group_size=32)),
     "qat int4": qat(int4_weight_only(group_size=32)),

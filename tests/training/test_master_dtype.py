@@ -16,6 +16,8 @@ RECIPES = [
     training.int8_mixed_precision_training(),
     training.float8_training(),
     training.mxfp8_training(),
+    training.nvfp4_training(),
+    training.mxfp4_training(),
     training.int8_tilewise_training(),
     training.switchback_training(),
     training.qat(int4_weight_only(group_size=32)),
