@@ -6,6 +6,7 @@ quantize_(model, convert())
 """
 
 from .conversion import Convert as convert
+from .distillation import Distillation, DistillationMixin, Teacher, distill, distillation_loss, top_logits
 from .engine.functional import (
     quantized_conv1d,
     quantized_conv2d,
@@ -32,6 +33,7 @@ from .quantization_aware.recipes.lsq import LSQ as lsq
 from .quantization_aware.recipes.lsq import clip_penalty, pact
 from .quantization_aware.recipes.qat import QAT as qat
 from .quantization_aware.recipes.qat import ScheduledQAT as scheduled_qat
+from .quantization_aware.recipes.train_scales import TrainScales as train_scales
 from .quantization_aware.schedule import QuantizationSchedule, advance_with
 from .recipes.base import MixedPrecisionTraining as mixed_precision_training
 from .recipes.bitnet import BinaryTraining as binary_training
@@ -63,12 +65,15 @@ __all__ = [
     "CPUOffloadOptimizer",
     "CallSite",
     "CodesWeight",
+    "Distillation",
+    "DistillationMixin",
     "GemmSpec",
     "Injection",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
     "QGaLoreAdamW8bit",
     "QuantizationSchedule",
+    "Teacher",
     "TrainingSpec",
     "TrainingWeight",
     "advance_with",
@@ -77,6 +82,8 @@ __all__ = [
     "calibrate",
     "clip_penalty",
     "convert",
+    "distill",
+    "distillation_loss",
     "float8_training",
     "fold_batch_norm",
     "fully_quantized",
@@ -111,4 +118,6 @@ __all__ = [
     "scheduled_training",
     "share_rounding",
     "switchback_training",
+    "top_logits",
+    "train_scales",
 ]
