@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.autograd.function import once_differentiable
 
 from ....calibration.statistics import Statistics
-from ....dtypes import AffineQuantizedTensor
+from ....dtypes import AffineQuantizedTensor, linear
 from ....kernels.ops.quantize import dequantize_rows, quantize_input
-from ....kernels.registry import to_rows
+from ....kernels.registry import from_rows, to_rows
 from ....model.install import QuantizationState, keep_attributes
 from ....model.targets import Target
 from ....primitives import tracing
@@ -96,43 +96,58 @@ class ScaledLinear(layers.TrainedLayer, nn.Linear):
     scales: LearnedScales
     weight: Any
 
-    def scaled(self) -> AffineQuantizedTensor:
-        """The weight with the scales as they are."""
-        weight = self.weight.detach()
-        limits = torch.finfo(weight.scale.dtype)
-        scale = weight.scale.float() * self.scales.log_scale.detach().exp()
-        inner = {**weight.inner_tensors, "scale": scale.clamp(limits.tiny, limits.max).to(weight.scale.dtype)}
-        return AffineQuantizedTensor(inner, weight.scheme)
-
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        scaled = self.scaled()
-        y = functional.linear(input, scaled, bias)
-        return tracing.apply(_ScaleGradient, y, input, self.scales.log_scale, scaled)
+        return from_rows(tracing.apply(_ScaledProduct, to_rows(input), self.scales.log_scale, weight), input, bias)
 
     def convert(self) -> Tensor:
-        return self.scaled()
+        return scaled(self.weight.detach(), self.scales.log_scale.detach())
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """y as it is, with the gradient of log_scale; what is kept of the weight is its codes."""
+def scaled(weight: AffineQuantizedTensor, log_scale: Tensor) -> AffineQuantizedTensor:
+    """The weight with the scales as they are."""
+    return AffineQuantizedTensor({**weight.inner_tensors, "scale": _scale(weight.scale, log_scale)}, weight.scheme)
+
+
+def _scale(initial: Any, log_scale: Tensor) -> Tensor:
+    limits = torch.finfo(initial.dtype)
+    return (initial.float() * log_scale.exp()).clamp(limits.tiny, limits.max).to(initial.dtype)
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """y = x w^T, as the converted layer computes it; what is kept of the weight is its codes."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, log_scale: Tensor, weight: AffineQuantizedTensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return y.view_as(y)
+    def forward(ctx: Any, x: Tensor, log_scale: Tensor, weight: AffineQuantizedTensor) -> Tensor:
+        # A compiler cannot read the scheme of a tensor that its graph makes: there, floats are multiplied.
+        compiling = torch.compiler.is_compiling()
+        ctx.weight = None if compiling else weight.detach()
+        ctx.save_for_backward(x, log_scale, *((weight,) if compiling else ()))
+        if not compiling:
+            return linear.multiply(x, scaled(weight, log_scale))
+        return torch.mm(_input(x, weight), _values(weight, log_scale).t()).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (g,), (x,), weight = grad_outputs, ctx.saved_tensors, ctx.weight
-        rows, spec = to_rows(x), weight.scheme.activation
-        if spec is not None:
-            rows = dequantize_rows(spec, *quantize_input(rows, weight))[: rows.shape[0]]
-        of_weight = torch.mm(to_rows(g).float().t(), rows.float()).mul_(weight.dequantize(torch.float32))
-        view = BlockView(weight.shape, weight.scheme.weight.block_size(weight.shape))
-        blocks = view.split(of_weight)
-        return g, None, (blocks.sum(view.dims) if view.dims else blocks).reshape(weight.scale.shape), None
+        x, log_scale, *saved = ctx.saved_tensors
+        weight = saved[0] if saved else ctx.weight
+        g, values = grad_outputs[0].float(), _values(weight, log_scale)
+        grad_x = torch.mm(g, values).to(x.dtype) if ctx.needs_input_grad[0] else None
+        view = BlockView(values.shape, weight.scheme.weight.block_size(values.shape))
+        of_weight = view.split(torch.mm(g.t(), _input(x, weight)) * values)
+        return grad_x, (of_weight.sum(view.dims) if view.dims else of_weight).reshape(log_scale.shape), None
+
+
+def _values(weight: AffineQuantizedTensor, log_scale: Tensor) -> Tensor:
+    codes, scale, zero_point = weight.plain()
+    return weight.scheme.weight.dequantize(codes, _scale(scale, log_scale), zero_point)
+
+
+def _input(x: Tensor, weight: AffineQuantizedTensor) -> Tensor:
+    """What the weight multiplies, in fp32."""
+    spec = weight.scheme.activation
+    return x.float() if spec is None else dequantize_rows(spec, *quantize_input(x, weight))[: x.shape[0]]
 
 
 TrainScales.layers = layers.table_of(ScaledLinear)
