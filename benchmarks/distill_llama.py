@@ -1,10 +1,10 @@
 """Distillation of a small Llama: what a quantized model gains from its float model as a teacher, at equal steps.
 
-A Llama is trained on the source of Python's standard library, read as bytes, in floating point. From there it is trained
-for what will be served, by `qat` on the labels, and by `qat` with the float model as teacher. On the validation text:
-the divergence from the float model, in nats a byte, and the perplexity, of the converted model.
+A Llama is trained on the source of Python's standard library, read as bytes, in floating point. From there it is
+trained for what will be served, by `qat` on the labels, and by `qat` with the float model as teacher. On the validation
+text: the divergence from the float model, in nats a byte, and the perplexity, of the converted model.
 
-    python -m benchmarks.distill_llama [--size 100k] [--seeds 3] [--steps 800] [--more 200] [--save]
+    python -m benchmarks.distill_llama [--size 1M] [--seeds 3] [--steps 800] [--more 200] [--save]
 """
 
 from __future__ import annotations
@@ -20,9 +20,18 @@ from torch.nn import functional
 
 import qtorch
 from benchmarks.common import save
-from benchmarks.pretrain_llama import Text, make_model, read_text
+from benchmarks.pretrain_llama import SIZES, Text, make_model, read_text
 from qtorch.recipes.base import Recipe, WeightRecipe
-from qtorch.training import Distillation, Teacher, convert, distill, distillation_loss, parameter_groups, qat, train_scales
+from qtorch.training import (
+    Distillation,
+    Teacher,
+    convert,
+    distill,
+    distillation_loss,
+    parameter_groups,
+    qat,
+    train_scales,
+)
 
 SCHEMES: dict[str, WeightRecipe] = {
     "int4 g32, int8 activations": qtorch.int8_dynamic_activation_int4_weight(group_size=32),
@@ -30,11 +39,18 @@ SCHEMES: dict[str, WeightRecipe] = {
     "int2 g32": qtorch.intx_weight_only("int2", group_size=32),
 }
 LAYERS = r"model\.layers\.\d+"
-LOSSES: dict[str, Distillation | None] = {
-    "labels": None,
-    "teacher": Distillation(),
-    "teacher, hidden states": Distillation(hidden=1.0),
-}
+SIZE = (64, 192, 2, 2)
+"""Of `pretrain_llama.SIZES`; blocks of 32 divide all of them."""
+
+
+def methods(serves: WeightRecipe) -> dict[str, tuple[Recipe, Distillation | None]]:
+    """How a model is trained, by name; without a teacher, on the labels."""
+    return {
+        "qat": (qat(serves), None),
+        "qat, teacher": (qat(serves), Distillation()),
+        "qat, teacher and hidden states": (qat(serves), Distillation(hidden=1.0)),
+        "train_scales, teacher": (train_scales(serves), Distillation()),
+    }
 
 
 def is_quantized(module: nn.Module, name: str) -> bool:
@@ -84,22 +100,20 @@ def learn(text: Text, options: Any) -> dict[str, tuple[float, float]]:
         served = copy.deepcopy(start)
         qtorch.quantize_(served, serves, is_quantized)
         found[f"{name}: quantized"] = measure(served, teacher, text, options)
-        recipes: dict[str, Recipe] = {"qat": qat(serves), "train_scales": train_scales(serves)}
-        for method, recipe in recipes.items():
-            for words, distillation in LOSSES.items():
-                model = copy.deepcopy(start)
-                qtorch.quantize_(model, recipe, is_quantized)
-                teaching = {"teacher": teacher, "distillation": distillation} if distillation else {}
-                train(model, text, options, options.steps, options.more, options.more_lr, **teaching)
-                qtorch.quantize_(model, convert())
-                found[f"{name}: {method}, {words}"] = measure(model, teacher, text, options)
-                print(options.seed, f"{name}: {method}, {words}", *found[f"{name}: {method}, {words}"], flush=True)
+        for method, (recipe, distillation) in methods(serves).items():
+            model = copy.deepcopy(start)
+            qtorch.quantize_(model, recipe, is_quantized)
+            teaching = {"teacher": teacher, "distillation": distillation} if distillation else {}
+            train(model, text, options, options.steps, options.more, options.more_lr, **teaching)
+            qtorch.quantize_(model, convert())
+            found[f"{name}: {method}"] = measure(model, teacher, text, options)
+            print(options.seed, f"{name}: {method}", *found[f"{name}: {method}"], flush=True)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="100k")
+    parser.add_argument("--size", default="small")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--more", type=int, default=200)
@@ -109,6 +123,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=32)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/distill_llama.json")
     options = parser.parse_args()
+    SIZES["small"] = SIZE
     text, rows = read_text(None), []
     for seed in range(options.seeds):
         options.seed = seed

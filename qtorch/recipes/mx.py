@@ -1,4 +1,4 @@
-"""The block formats of `primitives.block_formats`: MX, blocks of 32 with power-of-two scales, and NVFP4, blocks of 16."""
+"""Weights, and activations, in the block formats of `primitives.block_formats`: MX and NVFP4."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..primitives import LinearSpec, RotatedSpec, mx_spec, nvfp4_spec, qdtype
 from ..primitives.double_quant import dequantize_scale
 from ..primitives.spec import Scheme
 from .base import WeightRecipe, register_recipe
+
 
 class _Mx(WeightRecipe):
     element: ClassVar[str]

@@ -6,7 +6,7 @@ quantize_(model, convert())
 """
 
 from .conversion import Convert as convert
-from .distillation import Distillation, DistillationMixin, Teacher, distill, distillation_loss, top_logits
+from .distillation import Distillation, DistillationMixin, Teacher, distill, distillation_loss
 from .engine.functional import (
     quantized_conv1d,
     quantized_conv2d,
@@ -39,10 +39,10 @@ from .recipes.base import MixedPrecisionTraining as mixed_precision_training
 from .recipes.bitnet import BinaryTraining as binary_training
 from .recipes.bitnet import BitnetTraining as bitnet_training
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp
-from .recipes.float8 import Float8Training as float8_training
-from .recipes.float8 import Mxfp8Training as mxfp8_training
 from .recipes.float4 import Mxfp4Training as mxfp4_training
 from .recipes.float4 import Nvfp4Training as nvfp4_training
+from .recipes.float8 import Float8Training as float8_training
+from .recipes.float8 import Mxfp8Training as mxfp8_training
 from .recipes.int8 import Int4Training as int4_training
 from .recipes.int8 import Int8MixedPrecisionTraining as int8_mixed_precision_training
 from .recipes.int8 import Int8MixedPrecisionTrainingConfig
@@ -118,6 +118,5 @@ __all__ = [
     "scheduled_training",
     "share_rounding",
     "switchback_training",
-    "top_logits",
     "train_scales",
 ]

@@ -17,7 +17,7 @@ import copy
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class Distillation:
     Args:
         logits: a.
         hidden: b; the layers are those of the teacher's `layers`.
-        labels: c; the model gets labels and returns a `loss`, as those of transformers do.
+        labels: c; the model gets labels and returns a `loss`.
         temperature: T.
 
     Raises:
@@ -52,51 +52,22 @@ class Distillation:
             raise ValueError(f"Distillation: weights are 0 or more, one of them more, and temperature > 0, got {self}")
 
 
-class TopLogits(NamedTuple):
-    """The k largest probabilities of each token, to be kept in place of its logits: their logarithms (..., k) at a
-    temperature, and indices (..., k)."""
-
-    log_probs: Tensor
-    indices: Tensor
-
-
-def top_logits(logits: Tensor, k: int, temperature: float = 1.0) -> TopLogits:
-    """The k largest of `logits` (..., V), for `distillation_loss` at the same temperature."""
-    return TopLogits(*torch.log_softmax(logits.float() / temperature, -1).topk(k, -1))
-
-
-def distillation_loss(
-    student: Tensor, teacher: Tensor | TopLogits, temperature: float = 1.0, mask: Tensor | None = None
-) -> Tensor:
-    """T^2 KL(teacher || student), the mean over tokens, in fp32; of `TopLogits` with all other classes as one.
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
+    """T^2 KL(teacher || student), the mean over tokens, in fp32.
 
     Args:
-        student: logits (..., V).
-        teacher: logits (..., V), or `top_logits` of them.
+        student, teacher: logits (..., V).
         mask: (...), true for the tokens that count; None: all.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: logits of two shapes.
     """
-    of_teacher = teacher.indices if isinstance(teacher, TopLogits) else teacher
-    whole = isinstance(teacher, TopLogits) or of_teacher.shape == student.shape
-    if not whole or of_teacher.shape[:-1] != student.shape[:-1]:
-        shapes = f"{tuple(of_teacher.shape)} and {tuple(student.shape)}"
+    if student.shape != teacher.shape:
+        shapes = f"{tuple(teacher.shape)} and {tuple(student.shape)}"
         raise ValueError(f"distillation_loss: teacher and student have logits of one shape, got {shapes}")
-    log_q = torch.log_softmax(student.float() / temperature, -1)
-    if isinstance(teacher, TopLogits):
-        log_p, log_q = _with_rest(teacher.log_probs), _with_rest(log_q.gather(-1, teacher.indices))
-    else:
-        log_p = torch.log_softmax(teacher.float() / temperature, -1)
+    log_q, log_p = (torch.log_softmax(logits.float() / temperature, -1) for logits in (student, teacher))
     divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return _mean(divergence, mask) * temperature**2
-
-
-def _with_rest(log_probs: Tensor) -> Tensor:
-    """(..., k + 1): the last is the logarithm of what the others leave of 1."""
-    tiny = torch.finfo(torch.float32).eps
-    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=tiny)
-    return torch.cat([log_probs, rest.log()], -1)
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:

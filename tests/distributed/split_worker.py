@@ -249,6 +249,8 @@ def check_refused(mesh: Any) -> None:
         (mixed_precision_training(TrainingSpec(GemmSpec(percentile, percentile))), 128, "ranges by PercentileRule"),
         (training.int8_tilewise_training(), 96, "blocks of 32 do not divide the 48 elements"),
         (training.mxfp8_training(), 96, "blocks of 32 do not divide the 48 elements"),
+        (training.nvfp4_training(), 128, "has scales that are quantized themselves"),
+        (mixed_precision_training(TrainingSpec(GemmSpec(int8(), int8(), hadamard=16))), 128, "leave hadamard out"),
         (mixed_precision_training(training.fully_quantized()), 1, "leaves one of 2 ranks without"),
         (qat(qtorch.nf4_weight_only()), 128, "has look-up tables"),
         (qat(BlockSparse(qtorch.int8_weight_only(), block_size=32, sparsity=0.5)), 128, "prunes the weight"),

@@ -208,7 +208,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def transformed(lhs: Tensor, rhs: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
-    """The random Hadamard transform of both operands, (A, C) and (B, C), along the contracted axis, in blocks of `size`:
+    """The random Hadamard transform of operands (A, C) and (B, C), along the contracted axis, by blocks of `size`:
 
         sum_c lhs[a, c] rhs[b, c] = sum_c (lhs D H)[a, c] (rhs D H)[b, c],   D = diag(+-1), H = sylvester(size)
 

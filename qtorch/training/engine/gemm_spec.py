@@ -63,7 +63,9 @@ class GemmSpec:
         if self.hadamard is not None and (self.hadamard < 2 or self.hadamard & (self.hadamard - 1)):
             raise ValueError(f"GemmSpec: hadamard is a power of two, such as 16, or None, got {self.hadamard}")
         if self.reuse_forward and (self.fold is not None or self.changes_operands):
-            raise ValueError("GemmSpec: reuse_forward takes an operand as it is; leave out fold, mid_alpha and hadamard")
+            raise ValueError(
+                "GemmSpec: reuse_forward takes an operand as it is; leave out fold, mid_alpha and hadamard"
+            )
         if self.reuse_forward and self.rhs is not None:
             raise ValueError("GemmSpec: reuse_forward takes rhs from the forward; leave rhs out")
         if self.output_dtype is not None and not self.output_dtype.is_floating_point:
@@ -193,7 +195,7 @@ class TrainingSpec:
         """Raise `ValueError` where the forward has no weight of its own that could be frozen."""
         if self._depends_on_input:
             raise ValueError(
-                "the weight as the forward multiplies it varies from call to call (GemmSpec.fold, mid_alpha, hadamard): "
+                "the weight as the forward multiplies it varies by call (GemmSpec.fold, mid_alpha, hadamard): "
                 "there is no weight for inference; train by a spec without these, or quantize the float weights by "
                 "calibrated(recipe, batches, transforms=[smooth()]), which moves such factors into the weights"
             )

@@ -5,8 +5,8 @@
     grad_weight  dw = SR(g^T D H) Q(x^T D H)^T      D H the random Hadamard transform of the tokens
 
 Q rounds to nearest and SR stochastically, in blocks along the contracted axis. Scales of gradients leave room for their
-own rounding, so that nothing clips and the expectation of SR(g) is g. Sources: NVIDIA, arXiv 2509.25149, sections 4.2 to
-4.4; Tseng et al., arXiv 2502.20586 (unbiased MXFP4); Chmiel et al., arXiv 2505.19115 (stochastic rounding).
+own rounding, so that nothing clips and the expectation of SR(g) is g. Sources: NVIDIA, arXiv 2509.25149, section 4;
+Tseng et al., arXiv 2502.20586 (unbiased MXFP4); Chmiel et al., arXiv 2505.19115 (stochastic rounding).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Nvfp4Training(Fp4Recipe):
 @register_recipe("mxfp4_training")
 @dataclass(frozen=True)
 class Mxfp4Training(Fp4Recipe):
-    """MXFP4: blocks of 32, weights in blocks of 32 x 32, which divide both sides of every weight. Converts to the scheme
-    of `mxfp4_dynamic_activation_mxfp4_weight()`. Arguments are those of `nvfp4_training`.
+    """MXFP4: blocks of 32, weights in blocks of 32 x 32, which divide both sides of every weight. Converts to the
+    scheme of `mxfp4_dynamic_activation_mxfp4_weight()`. Arguments are those of `nvfp4_training`.
     """
 
     # A scale of OCP's rule is absmax / 8 at least, where 6 is the largest code.

@@ -11,7 +11,18 @@ from qtorch.kernels import quantize_int8_rowwise, record_kernels
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.quantize import quantize_dynamic, quantize_rows
 from qtorch.kernels.ops.weight_only_mm import dequantize_codes
-from qtorch.primitives import Noise, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, Rounding, mx_spec, qdtype
+from qtorch.primitives import (
+    Noise,
+    PerAxis,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    QuantSpec,
+    Rounding,
+    mx_spec,
+    qdtype,
+)
 from qtorch.primitives.scale_rules import AbsMeanRule
 from qtorch.training.engine.numerics import float8, int8, integer
 

@@ -1,6 +1,6 @@
 """Scales alone are trained, the codes are fixed: the second phase of EfficientQAT (Chen et al., arXiv 2407.11062, 3.3).
 
-    w = (codes - zero_point) s,   s = s0 exp(log_scale),   dL/dlog_scale = sum over the block of dL/dw w
+w = (codes - zero_point) s,   s = s0 exp(log_scale),   dL/dlog_scale = sum over the block of dL/dw w
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .base import LayerRecipe, check_inference_recipe
 @register_recipe("train_scales")
 @dataclass(frozen=True)
 class TrainScales(LayerRecipe):
-    """Weights of `nn.Linear`, exactly, are stored as codes, as in inference, and their scales are trained. Whatever else
-    has a gradient, norms say, trains with them: `model.requires_grad_(False)` first leaves the scales alone.
+    """Weights of `nn.Linear`, exactly, are stored as codes, as in inference, and their scales are trained. Whatever
+    else has a gradient, norms say, trains with them, unless `model.requires_grad_(False)` comes first.
 
     Args:
         recipe: for inference, by which weights in floating point are quantized first. Weights that are quantized
