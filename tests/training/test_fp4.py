@@ -36,9 +36,9 @@ def test_nothing_of_a_gradient_clips(name: str) -> None:
     x = torch.randn(256, 64) * torch.rand(256, 1).exp2()
     scale, _ = spec.choose_qparams(x)
     size = spec.granularity.group_size
-    assert ((x.abs() / scale.repeat_interleave(size, 1)).amax() <= 6).item()
+    assert ((x.abs() / scale.float().repeat_interleave(size, 1)).amax() <= 6).item()
     nearest = RECIPES[name](stochastic_rounding=False).training_spec().grad_input.lhs
-    clipped = x.abs() / nearest.choose_qparams(x)[0].repeat_interleave(size, 1)
+    clipped = x.abs() / nearest.choose_qparams(x)[0].float().repeat_interleave(size, 1)
     assert clipped.amax() > 6
 
 
@@ -54,18 +54,6 @@ def test_the_transform_cancels(size: int) -> None:
     contraction(x, w, TrainingSpec(fine, fine, fine)).sum().backward()
     assert compute_error(torch.ones(8, 5) @ w.detach(), x.grad) > 80
     assert compute_error(torch.ones(5, 8) @ x.detach(), w.grad) > 80
-
-
-def test_an_outlier_is_spread() -> None:
-    x = torch.randn(64, 256)
-    x[5] *= 100
-    error = {}
-    for hadamard in (None, 16):
-        spec = TrainingSpec(GemmSpec(), GemmSpec(), GemmSpec(nvfp4_spec(), nvfp4_spec(), hadamard=hadamard))
-        w, g = torch.randn(32, 256, requires_grad=True), torch.randn(64, 32)
-        contraction(x, w, spec).backward(g)
-        error[hadamard] = compute_error(g.t() @ x, w.grad)
-    assert error[16] > error[None] - 1
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
