@@ -40,7 +40,7 @@ def test_the_teacher_stays_what_it_was(recipe: object) -> None:
     owned = {name: memory(p) for name, p in model.named_parameters()}
     assert {name: memory(p) for name, p in teacher.model.named_parameters()} == owned
     quantize_(model, recipe)
-    optimizer, losses = torch.optim.AdamW(training.parameter_groups(model, 1e-3)), []
+    optimizer, losses = torch.optim.AdamW(training.parameter_groups(model, 1e-4)), []
     for _ in range(8):
         loss, output = distill(model, teacher, Distillation(hidden=1.0), x)
         assert output.shape == x.shape
