@@ -123,7 +123,8 @@ def _memory(tensor: Tensor) -> tuple[torch.device, int]:
 def _run(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
     """The output of a model, and those of some of its modules."""
     seen: dict[str, Tensor] = {}
-    inner = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
+    wrapped: Any = getattr(model, "module", None)
+    inner = wrapped if isinstance(wrapped, nn.Module) else model
     with ExitStack() as hooks:
         for name in layers:
 
@@ -156,7 +157,7 @@ def distill(
     wanted, targets = teacher(*args, **given)
     output, states = _run(student, layers, args, kwargs)
     mask = kwargs.get("attention_mask")
-    loss = torch.zeros((), device=_logits(output).device)
+    loss: Any = 0.0
     if distillation.logits:
         of_logits = distillation_loss(_logits(output), _logits(wanted), distillation.temperature, mask)
         loss = loss + distillation.logits * of_logits
