@@ -187,6 +187,8 @@ class MidRise(SignedFormat):
 
 
 def _uniform(x: Tensor, generator: torch.Generator | None, noise: Tensor | None) -> Tensor:
+    if noise is None and generator is None:
+        return torch.rand_like(x)  # of a shape that a compiler need not know
     return torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator) if noise is None else noise
 
 

@@ -219,7 +219,7 @@ def transformed(lhs: Tensor, rhs: Tensor, size: int | None) -> tuple[Tensor, Ten
         return lhs, rhs
     matrix = sylvester(size, lhs.device, torch.float32)
     lhs, rhs = (block_mm.pad_to_blocks(x.float(), granularity.PerGroup(size)) for x in (lhs, rhs))
-    signs = torch.randint(2, (lhs.shape[1],), device=lhs.device) * 2.0 - 1
+    signs = 1 - 2 * (torch.rand_like(lhs[:1]) < 0.5).float()
     left, right = (((x * signs).unflatten(1, (-1, size)) @ matrix).flatten(1) for x in (lhs, rhs))
     return left, right
 

@@ -267,9 +267,9 @@ def _with_quantized_scales(weight: Tensor, spec: QuantSpec, linear: LinearSpec) 
         stored, zero_point = spec.choose_stored_qparams(matrix)
         codes.append(spec.quantize(matrix, *spec.dense_qparams(stored, zero_point)))
         blocks = linear.weight.scale_shape(matrix.shape)
-        of_rows = scale_per_row(stored["scale"].view(torch.uint8), blocks[0]).view(stored["scale"].dtype)
-        scales.append({**stored, "scale": of_rows})
+        scales.append({**stored, "scale": scale_per_row(stored["scale"].view(torch.uint8), blocks[0])})
     others = {name: torch.cat([one[name] for one in scales]) for name in scales[0]}
+    others["scale"] = others["scale"].view(stored["scale"].dtype)
     if weight.dim() == 3:
         assert linear.weight.scale_spec is not None
         block = granularity.granularity_of((1, *linear.weight.granularity.pattern(2)))
