@@ -52,7 +52,9 @@ from qtorch.training import (
     int8_tilewise_training,
     int8_weight_only_quantized_training,
     mixed_precision_training,
+    mxfp4_training,
     mxfp8_training,
+    nvfp4_training,
     precompute_bitnet_scale_for_fsdp,
     switchback_training,
 )
@@ -80,6 +82,8 @@ RECIPES: dict[str, Recipe | None] = {
     "float8_rowwise": float8_training("rowwise"),
     "float8_tensorwise": float8_training("tensorwise"),
     "mxfp8": mxfp8_training(),
+    "nvfp4": nvfp4_training(),
+    "mxfp4": mxfp4_training(),
     "int8_weights": int8_weight_only_quantized_training(),
     "int8_weights_nearest": int8_weight_only_quantized_training(stochastic_rounding=False),
     "int4_weights": int4_weight_only_quantized_training(),

@@ -198,6 +198,7 @@ COMPARED = {
     "kernels/cpu/weight.py",
     "kernels/cuda/triton/int8_scaled_mm.py",
     "kernels/cuda/triton/launch.py",
+    "training/distillation.py",
     "training/optim/adam.py",
 }
 

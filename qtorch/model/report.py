@@ -319,6 +319,8 @@ def quantization_error(weight: Tensor, quantized: Any) -> float:
     if isinstance(quantized, TransposedWeight) and not quantized.scheme.padding:
         weight, quantized = weight.mT, quantized.matrix
     plain = isinstance(quantized, QuantizedTensor) and not quantized.trains and not isinstance(quantized, MatrixWeight)
+    if isinstance(weight, QuantizedTensor) and not weight.trains:
+        weight = weight.dequantize()
     if not plain or not slices.needs_slices(weight):
         return float(compute_error(weight, quantized.dequantize()))
     spec, dtype = quantized.scheme.weight, quantized.scheme.dtype

@@ -5,6 +5,7 @@ from .supported_versions import check_version
 check_version("torch")  # first of all: what follows needs it
 
 from .affine import MappingType, ZeroPointDomain, dequantize_affine, quantize_affine
+from .block_formats import mx_spec, nvfp4_spec
 from .codebooks import (
     NF4_TABLE,
     CodebookSpec,
@@ -87,6 +88,8 @@ __all__ = [
     "lsq_scale",
     "mask_2_4",
     "mask_blocks",
+    "mx_spec",
+    "nvfp4_spec",
     "power_table",
     "prune_2_4",
     "prune_blocks",

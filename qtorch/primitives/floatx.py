@@ -101,42 +101,43 @@ class FloatFormat(SignedFormat):
         numbers only."""
         return f"float{self.bits}_e{self.ebits}m{self.mbits}{'' if self.subnormals else 'n'}"
 
+    @property
+    def _smallest_normal(self) -> float:
+        bias = 2 ** (self.ebits - 1) - 1 if self.ebits else 1
+        return 2.0 ** (1 - bias) if self.subnormals else 1.0
+
     @functools.cached_property
     def magnitudes(self) -> tuple[float, ...]:
         if not self.subnormals:
             exponents, fractions = range(2**self.ebits), range(2**self.mbits)
             return tuple(2.0**e * (1 + m / 2**self.mbits) for e in exponents for m in fractions)
-        bias = 2 ** (self.ebits - 1) - 1 if self.ebits else 1
         values = []
         for code in range(2 ** (self.ebits + self.mbits)):
             exponent, mantissa = divmod(code, 2**self.mbits)
             fraction = mantissa / 2**self.mbits
-            values.append(2.0 ** (exponent - bias) * (1 + fraction) if exponent else 2.0 ** (1 - bias) * fraction)
+            values.append(self._smallest_normal * (2.0 ** (exponent - 1) * (1 + fraction) if exponent else fraction))
         return tuple(values)
-
-    @functools.cached_property
-    def _last_of_code(self) -> tuple[float, ...]:
-        """The largest fp32 magnitude that rounds to each code except the last; a tie goes to the even code."""
-        limits = []
-        for code, (low, high) in enumerate(zip(self.magnitudes, self.magnitudes[1:], strict=False)):
-            middle = torch.tensor((low + high) / 2, dtype=torch.float32, device="cpu")
-            limits.append(float(middle if code % 2 == 0 else middle.nextafter(torch.zeros_like(middle))))
-        return tuple(limits)
 
     def _encode(self, x: Tensor, u: Tensor | None) -> Tensor:
         """Ties go to the even code. Without a zero, what lies between the two smallest values goes to one of them,
         stochastically by the distance from each."""
-        magnitude = x.abs().clamp(max=self.max)
-        negative = torch.signbit(x)
+        first, smallest = self.magnitudes[0], self._smallest_normal
+        magnitude = x.abs().clamp(min=first, max=self.max)
+        binade = floor_to_power_of_two(magnitude).clamp(min=smallest)
+        # Codes are 2^-mbits of a binade apart, which has 2^mbits of them; subnormals go on below the first one.
+        real = magnitude / binade * 2**self.mbits
+        index = ((binade / smallest).contiguous().view(torch.int32) >> 23) - 127
+        before = (index - int(not self.subnormals)) * 2**self.mbits
         if u is None:
-            code = torch.bucketize(magnitude, x.new_tensor(self._last_of_code))
+            odd = before % 2 if self.mbits == 0 else 0  # a tie goes to an even code, of which `real` is a part
+            code = torch.round(real - odd) + odd
         else:
-            below, low, high = _neighbours(magnitude, x.new_tensor(self.magnitudes))
-            code = below + (u * (high - low) < magnitude - low)
-            if not self.has_zero:
-                smallest = self.magnitudes[0]
-                negative = torch.where(magnitude < smallest, u * 2 * smallest >= x + smallest, negative)
-        return (code | (negative.long() << (self.bits - 1))).to(torch.uint8)
+            floor = torch.floor(real)
+            code = floor + (u < real - floor)
+        negative = torch.signbit(x)
+        if u is not None and not self.has_zero:
+            negative = torch.where(x.abs() < first, u * 2 * first >= x + first, negative)
+        return (code.to(torch.int32) + before | (negative.int() << (self.bits - 1))).to(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ class MidRise(SignedFormat):
 
 
 def _uniform(x: Tensor, generator: torch.Generator | None, noise: Tensor | None) -> Tensor:
+    if noise is None and generator is None:
+        return torch.rand_like(x)  # of a shape that a compiler need not know
     return torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator) if noise is None else noise
 
 

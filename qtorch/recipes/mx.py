@@ -1,4 +1,4 @@
-"""The block formats of the OCP Microscaling specification v1.0: blocks of 32 along a row, with power-of-two scales."""
+"""Weights, and activations, in the block formats of `primitives.block_formats`: MX and NVFP4."""
 
 from __future__ import annotations
 
@@ -11,18 +11,10 @@ from torch import Tensor
 
 from ..dtypes import AffineQuantizedTensor, PackedLayout
 from ..model.targets import Target
-from ..primitives import LinearSpec, PerGroup, PerTensor, QDType, QuantSpec, RotatedSpec, ZeroPointDomain, qdtype
+from ..primitives import LinearSpec, RotatedSpec, mx_spec, nvfp4_spec, qdtype
 from ..primitives.double_quant import dequantize_scale
 from ..primitives.spec import Scheme
 from .base import WeightRecipe, register_recipe
-
-BLOCK = 32
-
-
-def mx_spec(dtype: QDType) -> QuantSpec:
-    """Spec of elements of `dtype` in blocks of 32 that share an e8m0 scale."""
-    none = ZeroPointDomain.NONE
-    return QuantSpec(dtype, PerGroup(BLOCK), zero_point_domain=none, scale_dtype=torch.float8_e8m0fnu)
 
 
 class _Mx(WeightRecipe):
@@ -30,7 +22,7 @@ class _Mx(WeightRecipe):
     quantizes_activations: ClassVar[bool] = False
 
     def linear_spec(self) -> LinearSpec:
-        spec = mx_spec(qdtype(self.element))
+        spec = mx_spec(self.element)
         layout = PackedLayout() if spec.dtype.bits < 8 else None
         return LinearSpec(spec, spec if self.quantizes_activations else None, layout=layout)
 
@@ -88,26 +80,11 @@ class Mxfp4DynamicActivationMxfp4Weight(Mxfp4WeightOnly):
         return replace(spec, weight=rotated, activation=rotated)
 
 
-# NVFP4: 4-bit floating-point elements in blocks of 16 with an e4m3 scale each, and an fp32 scale for the tensor.
-#
-#     w = e2m1 code * e4m3 scale of the block * scale of the tensor,    scale of the tensor = absmax / (6 * 448)
-#
-# so the block with the largest element has the largest e4m3 scale.
-
-NVFP4_BLOCK = 16
-
 _LARGEST = 6 * 448
 """The largest number at a scale of 1: an element of 6 in a block with a scale of 448."""
 
 _SMALLEST_SCALE = 2.0**-9
 """The smallest positive number of float8_e4m3fn."""
-
-
-def nvfp4_spec() -> QuantSpec:
-    """Spec of elements in e2m1 with scales in e4m3."""
-    none = ZeroPointDomain.NONE
-    scale_spec = QuantSpec(qdtype(torch.float8_e4m3fn), PerTensor(), zero_point_domain=none)
-    return QuantSpec(qdtype("float4_e2m1"), PerGroup(NVFP4_BLOCK), zero_point_domain=none, scale_spec=scale_spec)
 
 
 @register_recipe("nvfp4_weight_only")

@@ -6,6 +6,7 @@ quantize_(model, convert())
 """
 
 from .conversion import Convert as convert
+from .distillation import Distillation, DistillationMixin, Teacher, distill, distillation_loss
 from .engine.functional import (
     quantized_conv1d,
     quantized_conv2d,
@@ -32,11 +33,14 @@ from .quantization_aware.recipes.lsq import LSQ as lsq
 from .quantization_aware.recipes.lsq import clip_penalty, pact
 from .quantization_aware.recipes.qat import QAT as qat
 from .quantization_aware.recipes.qat import ScheduledQAT as scheduled_qat
+from .quantization_aware.recipes.train_scales import TrainScales as train_scales
 from .quantization_aware.schedule import QuantizationSchedule, advance_with
 from .recipes.base import MixedPrecisionTraining as mixed_precision_training
 from .recipes.bitnet import BinaryTraining as binary_training
 from .recipes.bitnet import BitnetTraining as bitnet_training
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp
+from .recipes.float4 import Mxfp4Training as mxfp4_training
+from .recipes.float4 import Nvfp4Training as nvfp4_training
 from .recipes.float8 import Float8Training as float8_training
 from .recipes.float8 import Mxfp8Training as mxfp8_training
 from .recipes.int8 import Int4Training as int4_training
@@ -62,12 +66,15 @@ __all__ = [
     "CPUOffloadOptimizer",
     "CallSite",
     "CodesWeight",
+    "Distillation",
+    "DistillationMixin",
     "GemmSpec",
     "Injection",
     "Int8MixedPrecisionTrainingConfig",
     "MasterWeight",
     "QGaLoreAdamW8bit",
     "QuantizationSchedule",
+    "Teacher",
     "TrainingSpec",
     "TrainingWeight",
     "advance_with",
@@ -77,6 +84,8 @@ __all__ = [
     "calibrate",
     "clip_penalty",
     "convert",
+    "distill",
+    "distillation_loss",
     "float8_training",
     "fold_batch_norm",
     "fully_quantized",
@@ -91,7 +100,9 @@ __all__ = [
     "lora_qat",
     "lsq",
     "mixed_precision_training",
+    "mxfp4_training",
     "mxfp8_training",
+    "nvfp4_training",
     "pact",
     "parameter_groups",
     "precompute_bitnet_scale_for_fsdp",
@@ -110,4 +121,5 @@ __all__ = [
     "share_rounding",
     "switchback_training",
     "sync_codes",
+    "train_scales",
 ]

@@ -12,6 +12,7 @@ ARGUMENTS: dict[str, tuple] = {
     "lora_qat": (int8_dynamic_activation_int4_weight(group_size=32), 4),
     "mixed_precision_training": (fully_quantized(4, 8),),
     "qat": (int8_dynamic_activation_int4_weight(group_size=32),),
+    "train_scales": (int8_weight_only(),),
     "scheduled_qat": (int8_dynamic_activation_int4_weight(group_size=32),),
 }
 

@@ -20,6 +20,8 @@ RECIPES = {
     "float8 rowwise": training.float8_training("rowwise"),
     "float8 tensorwise": training.float8_training("tensorwise"),
     "mxfp8": training.mxfp8_training(),
+    "nvfp4": training.nvfp4_training(stochastic_rounding=False, hadamard=False),
+    "mxfp4": training.mxfp4_training(stochastic_rounding=False, hadamard=False),
     "bitnet": training.bitnet_training(),
 }
 RECIPES |= {name: cls() for name, cls in REGISTERED.items() if issubclass(cls, TrainingRecipe) and is_of_users(cls)}

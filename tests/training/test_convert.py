@@ -30,6 +30,8 @@ SERVED = {
     training.float8_training(): ("emulated_scaled_mm", "float8_e4m3fn", 8),
     training.float8_training("tensorwise"): ("emulated_scaled_mm", "float8_e4m3fn", 8),
     training.mxfp8_training(): ("emulated_scaled_mm", "float8_e4m3fn", 8),
+    training.nvfp4_training(): ("emulated_scaled_mm", "float4_e2m1", 4),
+    training.mxfp4_training(): ("emulated_scaled_mm", "float4_e2m1", 4),
     training.int8_weight_only_quantized_training(): ("weight_only_mm", "int8", 8),
     training.int4_weight_only_quantized_training(): ("packed_weight_mm", "int4", 4),
 }
@@ -141,7 +143,9 @@ def test_codes_have_their_size(recipe: Recipe) -> None:
     quantize_(model, convert())
     weight, (_, codes, bits) = model[0].weight, SERVED[recipe]
     assert weight.scheme.weight.dtype.name == codes
-    assert weight.nbytes == weight.numel() * bits // 8 + weight.scales()[0].nbytes
+    of_scales = sum(tensor.nbytes for name, tensor in weight.inner_tensors.items() if name.startswith("scale"))
+    assert weight.nbytes == weight.numel() * bits // 8 + of_scales
+    assert of_scales <= weight.scales()[0].nbytes
 
 
 OTHERS = [lsq(), lsq(4, None), lsq(8, 8, activation_offset=True), qat(qtorch.int8_dynamic_activation_int4_weight())]
@@ -162,13 +166,21 @@ def test_the_weight_is_that_of_the_inference_recipe() -> None:
     for trains, serves in (
         (training.int8_mixed_precision_training(), DYNAMIC()),
         (training.int8_weight_only_quantized_training(), qtorch.int8_weight_only()),
+        (training.nvfp4_training(), qtorch.nvfp4_dynamic_activation_nvfp4_weight()),
+        (training.mxfp4_training(), qtorch.mxfp4_dynamic_activation_mxfp4_weight()),
     ):
         layer = nn.Sequential(nn.Linear(64, 32))
         wanted = serves.apply(layer[0].weight.detach())
         quantize_(layer, trains)
         quantize_(layer, convert())
         weight = layer[0].weight
-        assert torch.equal(weight.dequantize(), wanted.dequantize())
+        if "fp4" in trains.name:  # the same format, the scales of 16 or 32 rows being one
+            assert weight.scheme == wanted.scheme
+            assert {n: (t.dtype, t.shape) for n, t in weight.inner_tensors.items()} == {
+                n: (t.dtype, t.shape) for n, t in wanted.inner_tensors.items()
+            }
+        else:
+            assert torch.equal(weight.dequantize(), wanted.dequantize())
         assert weight.scheme.weight == wanted.scheme.weight
         assert str(weight.scheme.activation).replace("PerToken", "PerRow") == str(wanted.scheme.activation).replace(
             "PerToken", "PerRow"

@@ -16,6 +16,8 @@ RECIPES = [
     training.int8_mixed_precision_training(),
     training.float8_training(),
     training.mxfp8_training(),
+    training.nvfp4_training(stochastic_rounding=False, hadamard=False),
+    training.mxfp4_training(stochastic_rounding=False, hadamard=False),
     training.int8_tilewise_training(),
     training.switchback_training(),
     training.qat(int4_weight_only(group_size=32)),
@@ -78,7 +80,8 @@ def test_gradients_have_the_dtype_of_the_weight(recipe: Recipe) -> None:
         assert got is not None
         assert wanted is not None
         assert got.dtype == BF16
-        assert 0 < float((got.float() - wanted).norm() / wanted.norm()) < 0.05
+        # Codes of four bits that flip differ by more.
+        assert 0 < float((got.float() - wanted).norm() / wanted.norm()) < (0.12 if "fp4" in recipe.name else 0.05)
 
 
 def test_views_copies_and_pickles_keep_both() -> None:

@@ -38,6 +38,8 @@ ALL = [
     training.mixed_precision_training(training.fully_quantized(4, 8)),
     training.int8_weight_only_quantized_training(),
     training.int4_weight_only_quantized_training(),
+    training.nvfp4_training(),
+    training.mxfp4_training(),
 ]
 KNOWN = {recipe.name for recipe in ALL}
 ALL += [cls() for cls in REGISTERED.values() if issubclass(cls, TrainingRecipe) and is_of_users(cls)]
@@ -120,7 +122,9 @@ mxfp8_training: emulated_scaled_mm
 bitnet_training: packed_int8_scaled_mm
 mixed_precision_training: reference
 int8_weight_only_quantized_training: weight_only_mm
-int4_weight_only_quantized_training: packed_weight_mm""",
+int4_weight_only_quantized_training: packed_weight_mm
+nvfp4_training: emulated_scaled_mm
+mxfp4_training: emulated_scaled_mm""",
     )
 
 
@@ -150,6 +154,8 @@ def test_count_of_int8_matmuls(config: Int8MixedPrecisionTrainingConfig, forward
         (training.int8_tilewise_training(), {"int8_block_mm": 1}, {"int8_block_mm": 2}),
         (float8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
         (training.mxfp8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
+        (training.nvfp4_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
+        (training.mxfp4_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
         (training.bitnet_training(), {"int_matmul": 1}, {"weight_only_mm": 2}),
         (training.mixed_precision_training(training.fully_quantized(4, 8)), {"int_matmul": 1}, {"int_matmul": 2}),
         (training.int8_weight_only_quantized_training(), {"linear:weight_only_mm": 1}, {"linear:weight_only_mm": 1}),

@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 
 from ...dtypes.transposed_weight import TransposedScheme
-from ...primitives import qdtype
-from ...recipes.mx import BLOCK, mx_spec
+from ...primitives.block_formats import MX_BLOCK, mx_spec
 from ..folder_source import FolderSource, Parts, StoredWeight
 from ..sources import register_source
 from .blocks import check_stored, unpack_nibbles, weight_only, with_suffix
@@ -37,13 +36,11 @@ class Mxfp4Source(FolderSource):
 
     def _weight(self, name: str) -> StoredWeight:
         folder, blocks, scales = self.folder, f"{name}{_BLOCKS}", f"{name}{_SCALES}"
-        check_stored(folder, blocks, [torch.uint8], (None, None, None, BLOCK // 2))
+        check_stored(folder, blocks, [torch.uint8], (None, None, None, MX_BLOCK // 2))
         experts, outputs, count, _ = folder.stored[blocks].shape
         check_stored(folder, scales, [torch.uint8], (experts, outputs, count))
-        inputs = count * BLOCK
-        matrices = weight_only(
-            mx_spec(qdtype("float4_e2m1")), (experts, outputs, inputs), self.dtype_of(torch.bfloat16)
-        )
+        inputs = count * MX_BLOCK
+        matrices = weight_only(mx_spec("float4_e2m1"), (experts, outputs, inputs), self.dtype_of(torch.bfloat16))
         scheme = TransposedScheme(matrices.spec, (experts, inputs, outputs), matrices.dtype)
 
         def read() -> Parts:

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 
 from ...primitives import Granularity, MappingType, PerGroup, QuantSpec, ZeroPointDomain, files, qdtype
+from ...primitives.block_formats import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ...primitives.granularity import granularity_of
-from ...recipes.mx import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..folder_source import FolderSource, Parts, Seen, StoredWeight
 from ..hf_folder import DTYPES, HFFolder
 from ..sources import register_source
@@ -226,7 +226,7 @@ def _mx(entry: Entry) -> StoredWeight:
     entry.check("qdata", [torch.uint8] if packed else [getattr(torch, element)], stored)
     shape = (*stored[:-1], stored[-1] * 2) if packed else stored
     entry.check("scale", [torch.float8_e8m0fnu], (*shape[:-1], shape[-1] // 32))
-    spec = mx_spec(qdtype(packed or element))
+    spec = mx_spec(packed or element)
 
     def read() -> Parts:
         codes = entry.folder.read(entry.tensors["qdata"])

@@ -18,7 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
+from ...kernels.ops import block_mm
 from ...primitives import QuantSpec, Rounding, granularity, tracing
+from ...primitives.rotated_spec import sylvester
 from .gemm_spec import GemmSpec, TrainingSpec
 from .gradients import STRAIGHT_THROUGH, OperandGradient, where_unclipped
 from .operand import STATELESS, ContractionState, Operand, as_long_as, multiply, observed, quantize_operand
@@ -161,7 +163,7 @@ def operands_of(
         observed(lhs, f"{name}.lhs", gemm.lhs, state)
         observed(rhs, f"{name}.rhs", gemm.rhs, state)
         return Operand(lhs, lhs.shape[0]), Operand(rhs, rhs.shape[0])
-    lhs, rhs = balanced(lhs, rhs, gemm.mid_alpha)
+    lhs, rhs = transformed(*balanced(lhs, rhs, gemm.mid_alpha), gemm.hadamard)
     left, right = block_length(gemm.lhs), block_length(gemm.rhs)
     if gemm.fold == "lhs":
         rhs, a = with_scale_in(rhs, quantize_operand(lhs, gemm.lhs, right, False, f"{name}.lhs", state))
@@ -203,6 +205,23 @@ def _largest(x: Tensor) -> Tensor:
     magnitude = torch.where(x.isfinite().all(1, keepdim=True), x.abs(), 0).float()
     largest = magnitude.amax(0, keepdim=True) if x.shape[0] else magnitude.new_zeros(1, x.shape[1])
     return torch.where(largest > 0, largest, 1.0)
+
+
+def transformed(lhs: Tensor, rhs: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
+    """The random Hadamard transform of operands (A, C) and (B, C), along the contracted axis, by blocks of `size`:
+
+        sum_c lhs[a, c] rhs[b, c] = sum_c (lhs D H)[a, c] (rhs D H)[b, c],   D = diag(+-1), H = sylvester(size)
+
+    D is drawn on each call, H D D H = I. An outlier is spread over its block, and by the signs no fixed pattern of the
+    operands meets a row of H (NVIDIA's NVFP4 training, arXiv 2509.25149, section 4.2). Zeros complete the last block.
+    """
+    if size is None:
+        return lhs, rhs
+    matrix = sylvester(size, lhs.device, torch.float32)
+    lhs, rhs = (block_mm.pad_to_blocks(x.float(), granularity.PerGroup(size)) for x in (lhs, rhs))
+    signs = 1 - 2 * (torch.rand_like(lhs[:1]) < 0.5).float()
+    left, right = (((x * signs).unflatten(1, (-1, size)) @ matrix).flatten(1) for x in (lhs, rhs))
+    return left, right
 
 
 def with_scale_in(x: Tensor, operand: Operand) -> tuple[Tensor, Operand]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ...dtypes import PackedLayout
-from ...primitives import AbsMaxRule, LinearSpec, MappingType, MinMaxRule, PerRow, PerTensor, QuantSpec
+from ...primitives import AbsMaxRule, LinearSpec, MappingType, MinMaxRule, PerGroup, PerRow, PerTensor, QuantSpec
 from ...primitives.jsonable import jsonable
 from ...primitives.layouts import can_pack_bits
 
@@ -39,10 +39,13 @@ class GemmSpec:
         fold: ``"lhs"`` or ``"rhs"``, the operand whose scales, one for each contracted index (``PerAxis(1)``), are
             multiplied into the other operand before that is quantized.
         mid_alpha: (alpha, beta) balances the two operands before they are quantized; see `contraction.balanced`.
+        hadamard: size, a power of two, of the random Hadamard transform of the contracted axis that both operands pass
+            before they are quantized; see `contraction.transformed`.
 
     Raises:
         ValueError: a scale that varies along the contracted axis, which no accumulator can honour; `reuse_forward`
-            with a `rhs`, or with `fold` or `mid_alpha`, which change what is quantized; `fold` of other scales.
+            with a `rhs`, or with `fold`, `mid_alpha` or `hadamard`, which change what is quantized; `fold` of other
+            scales; `hadamard` that is no power of two.
     """
 
     lhs: QuantSpec | None = None
@@ -52,12 +55,17 @@ class GemmSpec:
     output_dtype: torch.dtype | None = None
     fold: str | None = None
     mid_alpha: tuple[float, float] | None = None
+    hadamard: int | None = None
 
     def __post_init__(self) -> None:
         if self.mid_alpha is not None:
             object.__setattr__(self, "mid_alpha", tuple(self.mid_alpha))
-        if self.reuse_forward and (self.fold is not None or self.mid_alpha is not None):
-            raise ValueError("GemmSpec: reuse_forward takes an operand as it is; leave out fold and mid_alpha")
+        if self.hadamard is not None and (self.hadamard < 2 or self.hadamard & (self.hadamard - 1)):
+            raise ValueError(f"GemmSpec: hadamard is a power of two, such as 16, or None, got {self.hadamard}")
+        if self.reuse_forward and (self.fold is not None or self.changes_operands):
+            raise ValueError(
+                "GemmSpec: reuse_forward takes an operand as it is; leave out fold, mid_alpha and hadamard"
+            )
         if self.reuse_forward and self.rhs is not None:
             raise ValueError("GemmSpec: reuse_forward takes rhs from the forward; leave rhs out")
         if self.output_dtype is not None and not self.output_dtype.is_floating_point:
@@ -78,6 +86,11 @@ class GemmSpec:
     @property
     def is_quantized(self) -> bool:
         return self.lhs is not None or self.rhs is not None or self.reuse_forward
+
+    @property
+    def changes_operands(self) -> bool:
+        """Whether operands are changed, together, before they are quantized."""
+        return self.mid_alpha is not None or self.hadamard is not None
 
     @property
     def accumulates_floats(self) -> bool:
@@ -164,7 +177,7 @@ class TrainingSpec:
                 if self.scale_gradient:
                     raise ValueError(f"TrainingSpec: scale_gradient needs the values that {name} has only codes of")
                 if changed:
-                    raise ValueError(f"TrainingSpec: {name} cannot reuse an operand that fold or mid_alpha has changed")
+                    raise ValueError(f"TrainingSpec: {name} cannot reuse an operand that the forward has changed")
                 if gemm.lhs is not None and not gemm.accumulates_floats:
                     _check_reuse(operand, gemm.lhs, name, axis)
         for spec in (self.output.lhs, self.output.rhs):
@@ -176,14 +189,14 @@ class TrainingSpec:
 
     @property
     def _depends_on_input(self) -> bool:
-        return self.output.fold is not None or self.output.mid_alpha is not None
+        return self.output.fold is not None or self.output.changes_operands
 
     def check_convert(self) -> None:
         """Raise `ValueError` where the forward has no weight of its own that could be frozen."""
         if self._depends_on_input:
             raise ValueError(
-                "the weight as the forward multiplies it depends on the input (GemmSpec.fold, mid_alpha), so there is "
-                "no weight for inference; train by a spec without these, or quantize the float weights by "
+                "the weight as the forward multiplies it varies by call (GemmSpec.fold, mid_alpha, hadamard): "
+                "there is no weight for inference; train by a spec without these, or quantize the float weights by "
                 "calibrated(recipe, batches, transforms=[smooth()]), which moves such factors into the weights"
             )
 
@@ -192,7 +205,8 @@ class TrainingSpec:
         """The spec for inference after training: weights keep their codes, at their true size, and activations are
         quantized as in training. None where the forward is in full precision, or cannot convert (`check_convert`).
 
-        A weight with a single scale keeps it once for each row, which is what integer kernels read; a rounding that was
+        A weight with a single scale keeps it once for each row, which is what integer kernels read; so does one in
+        square blocks with scales of 8 bits (MX, NVFP4), whose formats have blocks of one row. A rounding that was
         stochastic is to nearest.
         """
         weight, activation = self.output.rhs, self.output.lhs
@@ -200,6 +214,9 @@ class TrainingSpec:
             return None
         if activation is not None and isinstance(weight.granularity, PerTensor) and not weight.dtype.is_floating_point:
             weight = weight.with_granularity(PerRow())
+        rows, columns = weight.granularity.pattern(2)
+        if min(rows, columns) > 1 and (weight.scale_spec or weight.scale_dtype is torch.float8_e8m0fnu):
+            weight = weight.with_granularity(PerGroup(columns))
         layout = PackedLayout() if can_pack_bits(weight.dtype) and weight.dtype.bits < 8 else None
         return LinearSpec(weight.to_nearest(), None if activation is None else activation.to_nearest(), layout=layout)
 

@@ -103,6 +103,8 @@ def check_split(spec: TrainingSpec, axis: str, part: int, whole: int) -> None:
         gemm: GemmSpec = getattr(spec, product)
         if gemm.mid_alpha is not None:
             raise ValueError(f"{product} balances whole operands; leave mid_alpha out")
+        if gemm.hadamard is not None and AXES[f"{product}.lhs"][1] == axis:
+            raise ValueError(f"{product} transforms whole operands; leave hadamard out")
         for side in ("lhs", "rhs"):
             operand = getattr(gemm, side)
             if operand is not None:

@@ -47,7 +47,7 @@ class StoredOperands(QuantizationState):
         gemm, (lhs, rhs), (of_lhs, of_rhs) = spec.output, operands, constants
         a, b = operands_of(lhs, rhs, "output", gemm, state)
         y = multiply(a, b, gemm, lhs.dtype)
-        alone = gemm.mid_alpha is None and gemm.fold is None
+        alone = gemm.fold is None and not gemm.changes_operands
         stores_a = alone and of_lhs is not None and a.spec is not None
         stores_b = alone and of_rhs is not None and b.spec is not None
         if stores_b and not stores_a and (whole := self._whole(b, rhs, spec, state)) is not None:

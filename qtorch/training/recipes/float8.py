@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...primitives import Granularity, PerRow, PerTensor, qdtype
+from ...primitives import Granularity, PerRow, PerTensor, mx_spec
 from ...recipes.base import register_recipe
-from ...recipes.mx import mx_spec
 from ..engine import gemm_spec, numerics
 from .base import TrainingRecipe
 
@@ -53,6 +52,6 @@ class Mxfp8Training(TrainingRecipe):
     """
 
     def training_spec(self) -> gemm_spec.TrainingSpec:
-        spec = mx_spec(qdtype("float8_e4m3fn"))
+        spec = mx_spec("float8_e4m3fn")
         gemm = gemm_spec.GemmSpec(spec, spec)
         return gemm_spec.TrainingSpec(gemm, gemm, gemm)

@@ -8,6 +8,7 @@ engine raises an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,7 +19,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, Layout, base
-from ...primitives import LinearSpec, QuantSpec, granularity
+from ...kernels.registry import scale_per_row
+from ...primitives import LinearSpec, PerGroup, QuantSpec, Scheme, granularity
 from ...primitives.jsonable import jsonable
 from ...primitives.layouts import LAYOUTS, Form, Forms
 from ...primitives.spec import constant_shape
@@ -141,6 +143,8 @@ class MasterWeight(TrainingWeight):
             return weight
         rhs = spec.output.rhs.to_nearest()
         rhs.block_size(weight.shape)
+        if rhs.scale_spec is not None:
+            return _with_quantized_scales(weight, rhs, linear)
         if weight.dim() == 2:
             codes, _, scale, zero_point, _ = operand.quantize_operand(weight, rhs)
             assert scale is not None
@@ -253,6 +257,28 @@ class MasterWeight(TrainingWeight):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}({self._training}, shape={tuple(self.shape)}, dtype={self.dtype}{grad})"
+
+
+def _with_quantized_scales(weight: Tensor, spec: QuantSpec, linear: LinearSpec) -> Tensor:
+    """The weight (N, K), or (E, N, K) of matrices quantized one by one, by a `spec` whose scales are quantized too; the
+    scales of blocks of several rows are repeated for each row, as `linear` has them."""
+    codes, scales = [], []
+    for matrix in weight.unflatten(0, (1, -1)) if weight.dim() == 2 else weight:
+        stored, zero_point = spec.choose_stored_qparams(matrix)
+        codes.append(spec.quantize(matrix, *spec.dense_qparams(stored, zero_point)))
+        blocks = linear.weight.scale_shape(matrix.shape)
+        scales.append({**stored, "scale": scale_per_row(stored["scale"].view(torch.uint8), blocks[0])})
+    others = {name: torch.cat([one[name] for one in scales]) for name in scales[0]}
+    others["scale"] = others["scale"].view(stored["scale"].dtype)
+    if weight.dim() == 3:
+        assert linear.weight.scale_spec is not None
+        block = granularity.granularity_of((1, *linear.weight.granularity.pattern(2)))
+        own = linear.weight.scale_spec.with_granularity(PerGroup(math.prod(blocks)))
+        linear = replace(linear, weight=replace(linear.weight, granularity=block, scale_spec=own))
+        others["scale"] = others["scale"].unflatten(0, (weight.shape[0], -1))
+    return AffineQuantizedTensor.from_canonical(
+        torch.cat(codes).view(weight.shape), others, Scheme(linear, tuple(weight.shape), weight.dtype)
+    )
 
 
 def _count_writes(func: Any, args: Any, kwargs: Any) -> None:

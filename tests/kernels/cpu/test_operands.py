@@ -11,9 +11,19 @@ from qtorch.kernels import quantize_int8_rowwise, record_kernels
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.quantize import quantize_dynamic, quantize_rows
 from qtorch.kernels.ops.weight_only_mm import dequantize_codes
-from qtorch.primitives import Noise, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, Rounding, qdtype
+from qtorch.primitives import (
+    Noise,
+    PerAxis,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    QuantSpec,
+    Rounding,
+    mx_spec,
+    qdtype,
+)
 from qtorch.primitives.scale_rules import AbsMeanRule
-from qtorch.recipes.mx import mx_spec
 from qtorch.training.engine.numerics import float8, int8, integer
 
 from .builds import NEEDS_LIBRARY
@@ -31,8 +41,8 @@ SPECS = {
     "e4m3 tensor": float8(granularity=PerTensor()),
     "e4m3 tiles": float8(granularity=PerBlock((16, 32))),
     "e5m2 rows": float8(torch.float8_e5m2),
-    "mxfp8": mx_spec(qdtype("float8_e4m3fn")),
-    "mx e5m2": mx_spec(qdtype("float8_e5m2")),
+    "mxfp8": mx_spec("float8_e4m3fn"),
+    "mx e5m2": mx_spec("float8_e5m2"),
 }
 SHAPES = [(64, 96), (32, 544)]
 ODD_SHAPES = [(1, 1), (1, 37), (5, 3), (33, 16), (70, 131)]

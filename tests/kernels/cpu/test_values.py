@@ -17,9 +17,8 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, variants, weight_only
 from qtorch.kernels.cpu.code_values import FLOATS, CodeValues, QuantizedScales
 from qtorch.kernels.cpu.weight_only import cpu_double_quantized_mm
-from qtorch.primitives import NF4_TABLE, qdtype
+from qtorch.primitives import NF4_TABLE, nvfp4_spec, qdtype
 from qtorch.primitives.layouts.packed import can_pack_bits
-from qtorch.recipes.mx import nvfp4_spec
 from tests.fast_part import matrix_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.rounding import assert_same_product

@@ -27,7 +27,7 @@ from ....primitives import (
     ZeroPointDomain,
     qdtype,
 )
-from ....recipes.mx import NVFP4_BLOCK, mx_spec, nvfp4_spec
+from ....primitives.block_formats import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..blocks import integer_spec, symmetric_spec
 
 FORMATS = (
@@ -281,7 +281,7 @@ def weight_spec(args: Args, shape: tuple[int, int]) -> QuantSpec:
             return nvfp4_spec()
         is_mx = args.strategy == "group" and args.group_size == MX_GROUP
         if args.num_bits == 4 and is_mx:
-            return mx_spec(qdtype("float4_e2m1"))
+            return mx_spec("float4_e2m1")
         if args.num_bits == 8 and args.strategy != "tensor_group":
             scale_dtype = _E8M0 if is_mx and args.scale_dtype == _E8M0_NAME else None
             return symmetric_spec("float8_e4m3fn", granularity, scale_dtype)

@@ -1,0 +1,74 @@
+"""FP4: all three matmuls with operands in e2m1, in NVFP4 or MXFP4.
+
+    output       y  = Q(x) Q(w)^T                   along rows; w in square blocks
+    grad_input   dx = SR(g) Q(w)                    the codes of the forward: a square block transposed is one
+    grad_weight  dw = SR(g^T D H) Q(x^T D H)^T      D H the random Hadamard transform of the tokens
+
+Q rounds to nearest and SR stochastically, in blocks along the contracted axis. Scales of gradients leave room for their
+own rounding, so that nothing clips and the expectation of SR(g) is g. Sources: NVIDIA, arXiv 2509.25149, section 4;
+Tseng et al., arXiv 2502.20586 (unbiased MXFP4); Chmiel et al., arXiv 2505.19115 (stochastic rounding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ...primitives import AbsMaxRule, PerBlock, QuantSpec, Rounding, mx_spec, nvfp4_spec
+from ...recipes.base import register_recipe
+from ..engine.gemm_spec import GemmSpec, TrainingSpec
+from .base import TrainingRecipe
+
+
+class Fp4Recipe(TrainingRecipe):
+    """Base of the recipes; `element_spec` in blocks of a row, and the `room` that rounding a scale down may take."""
+
+    element_spec: ClassVar[QuantSpec]
+    room: ClassVar[float]
+    stochastic_rounding: bool
+    hadamard: bool
+
+    def training_spec(self) -> TrainingSpec:
+        spec = self.element_spec
+        size = spec.granularity.pattern(2)[1]
+        gradient = spec
+        if self.stochastic_rounding:
+            gradient = replace(spec, rounding=Rounding.STOCHASTIC, scale_rule=AbsMaxRule(clipping_scale=self.room))
+        return TrainingSpec(
+            GemmSpec(spec, spec.with_granularity(PerBlock((size, size)))),
+            GemmSpec(gradient, reuse_forward=True),
+            GemmSpec(gradient, spec, hadamard=size if self.hadamard else None),
+        )
+
+
+@register_recipe("nvfp4_training")
+@dataclass(frozen=True)
+class Nvfp4Training(Fp4Recipe):
+    """NVFP4: blocks of 16, weights in blocks of 16 x 16, which divide both sides of every weight. Converts to the
+    scheme of `nvfp4_dynamic_activation_nvfp4_weight()`. Leave the first and the last layers in floating point by a
+    mapping, as NVIDIA's report does; see docs/guides/low_precision_training.md.
+
+    Args:
+        stochastic_rounding: of gradients; otherwise to nearest.
+        hadamard: transform the operands of `grad_weight`.
+    """
+
+    # An e4m3 scale is rounded down by at most one part in 17.
+    element_spec, room = nvfp4_spec(), 17 / 16
+
+    stochastic_rounding: bool = True
+    hadamard: bool = True
+
+
+@register_recipe("mxfp4_training")
+@dataclass(frozen=True)
+class Mxfp4Training(Fp4Recipe):
+    """MXFP4: blocks of 32, weights in blocks of 32 x 32, which divide both sides of every weight. Converts to the
+    scheme of `mxfp4_dynamic_activation_mxfp4_weight()`. Arguments are those of `nvfp4_training`.
+    """
+
+    # A scale of OCP's rule is absmax / 8 at least, where 6 is the largest code.
+    element_spec, room = mx_spec("float4_e2m1"), 4 / 3
+
+    stochastic_rounding: bool = True
+    hadamard: bool = True

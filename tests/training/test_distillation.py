@@ -1,0 +1,178 @@
+"""A teacher whose weights are the student's until training changes them; the losses; scales trained alone."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import qtorch
+from qtorch import quantize_, training
+from qtorch.training import Distillation, DistillationMixin, Teacher, convert, distill, distillation_loss, train_scales
+
+INT4 = qtorch.int4_weight_only(group_size=32)
+W8A8 = qtorch.int8_dynamic_activation_int8_weight()
+# recipe: names of the parameters that the teacher has in common with the student
+SHARED = {
+    training.qat(INT4): set(),
+    training.lsq(recipe=INT4): set(),
+    training.lora_qat(INT4, 4): {"0.weight", "2.weight"},
+    train_scales(INT4): set(),
+    training.nvfp4_training(): set(),
+}
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64, bias=False))
+
+
+def memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("recipe", SHARED, ids=str)
+@pytest.mark.filterwarnings("ignore:(?s)qtorch")
+def test_the_teacher_stays_what_it_was(recipe: object) -> None:
+    model = mlp()
+    before, teacher, x = copy.deepcopy(model.state_dict()), Teacher(model, r"0|1"), torch.randn(64, 64)
+    owned = {name: memory(p) for name, p in model.named_parameters()}
+    assert {name: memory(p) for name, p in teacher.model.named_parameters()} == owned
+    quantize_(model, recipe)
+    optimizer, losses = torch.optim.AdamW(training.parameter_groups(model, 1e-4)), []
+    for _ in range(8):
+        loss, output = distill(model, teacher, Distillation(hidden=1.0), x)
+        assert output.shape == x.shape
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    after = teacher.model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    shared = {name for name, p in teacher.model.named_parameters() if memory(p) in {memory(q) for q in plain(model)}}
+    assert shared == SHARED[recipe]
+    model.eval()
+    trained = model(x)
+    quantize_(model, convert())
+    torch.testing.assert_close(model(x), trained, rtol=1e-5, atol=1e-5)
+
+
+def plain(model: nn.Module) -> list[torch.Tensor]:
+    return [p for p in model.parameters() if type(p) is nn.Parameter]
+
+
+def test_the_loss_of_logits() -> None:
+    student, teacher = torch.randn(3, 5, 11, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 5, 11)
+    p, q = (functional.softmax(z.double() / 2, -1) for z in (teacher, student))
+    each = 4 * (p * (p / q).log()).sum(-1)
+    torch.testing.assert_close(distillation_loss(student, teacher, 2.0).double(), each.mean(), rtol=1e-5, atol=1e-6)
+    mask = torch.tensor([[1, 1, 0, 0, 1]] * 3)
+    wanted = (each * mask).sum() / 9
+    torch.testing.assert_close(distillation_loss(student, teacher, 2.0, mask).double(), wanted, rtol=1e-5, atol=1e-6)
+    assert distillation_loss(teacher, teacher).abs() < 1e-6
+    with pytest.raises(ValueError, match="logits of one shape"):
+        distillation_loss(student, teacher[..., :4])
+
+
+def test_what_does_not_fit() -> None:
+    model = mlp()
+    for wrong in ({"logits": 0.0}, {"hidden": -1.0}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match="Distillation: weights"):
+            Distillation(**wrong)
+    with pytest.raises(ValueError, match="matches no module"):
+        Teacher(model, "block")
+    with pytest.raises(ValueError, match=r"hidden states need Teacher\(model, layers="):
+        distill(model, Teacher(model), Distillation(hidden=1.0), torch.randn(2, 64))
+    with pytest.raises(TypeError, match="Teacher: takes a model"):
+        Teacher(None)
+
+
+def test_a_trainer_of_transformers(tmp_path: object) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class Trainer(DistillationMixin, transformers.Trainer):
+        pass
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    teacher = Teacher(model, r"model\.layers\.\d+")
+    quantize_(model, training.qat(qtorch.intx_weight_only("int3", group_size=32)))
+    ids = torch.randint(64, (16, 12))
+    data = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
+    start = distill(model.eval(), teacher, Distillation(hidden=1.0), input_ids=ids)[0].item()
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=8, learning_rate=1e-3, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    Trainer(model, arguments, train_dataset=data, teacher=teacher, distillation=Distillation(hidden=1.0)).train()
+    end = distill(model.eval(), teacher, Distillation(hidden=1.0), input_ids=ids)[0].item()
+    assert 0 < end < start
+
+
+@pytest.mark.parametrize(
+    "recipe", [INT4, W8A8, qtorch.intx_weight_only("int2", 32), qtorch.int8_weight_only()], ids=str
+)
+def test_scales_alone(recipe: object) -> None:
+    model, x = mlp(), torch.randn(64, 64)
+    wanted = copy.deepcopy(model)
+    quantize_(wanted, recipe)
+    quantized = copy.deepcopy(wanted)
+    quantize_(model, train_scales(recipe))
+    quantize_(quantized, train_scales())
+    assert torch.equal(model(x), wanted(x))
+    assert torch.equal(quantized(x), wanted(x))
+    codes = [layer.weight.plain()[0].clone() for layer in (model[0], model[2])]
+    model[0].bias.requires_grad_(False)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        "0.scales.log_scale",
+        "2.scales.log_scale",
+    ]
+    optimizer, losses = torch.optim.AdamW(training.parameter_groups(model, 1e-3)), []
+    teacher = Teacher(mlp())
+    for _ in range(30):
+        loss = functional.mse_loss(model(x), teacher(x)[0])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    trained = model(x).detach()
+    quantize_(model, convert())
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model(x), trained)
+    assert all(map(torch.equal, codes, [layer.weight.plain()[0] for layer in (model[0], model[2])]))
+    assert model[0].weight.scheme == wanted[0].weight.scheme
+
+
+def test_the_gradient_of_a_scale() -> None:
+    """That of the chain rule, by autograd on the dequantized weight."""
+    layer, x = mlp()[:1], torch.randn(5, 64, requires_grad=True)
+    quantize_(layer, train_scales(INT4))
+    layer(x).square().sum().backward()
+    codes, scale, zero_point = layer[0].weight.plain()
+    log_scale, x2 = torch.zeros_like(scale, requires_grad=True), x.detach().requires_grad_()
+    reals = (codes.float().unflatten(1, (-1, 32)) - zero_point.float().unsqueeze(2)) * (
+        scale * log_scale.exp()
+    ).unsqueeze(2)
+    (x2 @ reals.flatten(1).t() + layer[0].bias).square().sum().backward()
+    torch.testing.assert_close(layer[0].scales.log_scale.grad, log_scale.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(x.grad, x2.grad, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "recipe, match",
+    [
+        (qtorch.nf4_weight_only(group_size=32), "takes affine codes"),
+        (qtorch.nvfp4_weight_only(), "takes affine codes"),
+        (qtorch.mxfp4_weight_only(), "takes affine codes"),
+        (qtorch.int4_weight_only(32, qtorch.ZeroPointDomain.FLOAT), "zero points that scale with the codes"),
+    ],
+    ids=str,
+)
+def test_scales_that_cannot_be_trained(recipe: object, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        quantize_(mlp(), train_scales(recipe))
