@@ -2,7 +2,6 @@
 
     loss = a T^2 KL(softmax(z_teacher / T) || softmax(z_student / T))           logits z, mean over tokens
          + b mean over layers of |h_student - h_teacher|^2 / |h_teacher|^2      outputs h of layers
-         + c loss of the student                                                that of its labels
 
 (Hinton et al., arXiv 1503.02531, for the first.)
 
@@ -34,7 +33,6 @@ class Distillation:
     Args:
         logits: a.
         hidden: b; the layers are those of the teacher's `layers`.
-        labels: c; the model gets labels and returns a `loss`.
         temperature: T.
 
     Raises:
@@ -43,12 +41,10 @@ class Distillation:
 
     logits: float = 1.0
     hidden: float = 0.0
-    labels: float = 0.0
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        weights = (self.logits, self.hidden, self.labels)
-        if min(weights) < 0 or not any(weights) or not self.temperature > 0:
+        if min(self.logits, self.hidden) < 0 or self.logits == self.hidden == 0 or not self.temperature > 0:
             raise ValueError(f"Distillation: weights are 0 or more, one of them more, and temperature > 0, got {self}")
 
 
@@ -144,10 +140,11 @@ def distill(
 
     Args:
         student: made of the teacher's model by `quantize_` with a training recipe, or any other with such outputs.
-        args, kwargs: inputs of the models. Tokens whose ``attention_mask`` is zero do not count.
+        args, kwargs: inputs of the models; ``labels`` are for the student, whose output has their loss, to be added.
+            Tokens whose ``attention_mask`` is zero do not count.
 
     Raises:
-        ValueError: hidden states without `Teacher.layers`, or labels that the model computes no loss from.
+        ValueError: hidden states without `Teacher.layers`.
     """
     if distillation.hidden and not teacher.layers:
         raise ValueError('distill: hidden states need Teacher(model, layers=r"model\\.layers\\.\\d+")')
@@ -165,10 +162,6 @@ def distill(
         error = (state.float() - target.float()).square().mean(-1)
         size = _mean(target.float().square().mean(-1), mask)
         loss = loss + distillation.hidden / len(layers) * _mean(error, mask) / size
-    if distillation.labels:
-        if getattr(output, "loss", None) is None:
-            raise ValueError("distill: labels need a model that gets labels= and returns a loss")
-        loss = loss + distillation.labels * output.loss
     return loss, output
 
 

@@ -214,7 +214,8 @@ def _kinds() -> list[Kind]:
     found.append(Kind("int8 inputs, a convolution", FORM, _conv(dynamic), images, (16, 13)))
     for name in [*training_recipes.NAMES, *training_recipes.VARIANTS]:
         recipe = training_recipes.make(name)
-        rows = (64, 96) if name == "int8_tilewise_training" else (64, 97)  # blocks of 32 rows
+        squares = ("int8_tilewise_training", "mxfp4_training", "nvfp4_training")
+        rows = (64, 96) if name in squares else (64, 97)  # blocks of 16 or 32 rows
         found.append(Kind(name, TRAINING, linear(recipe), rows_of, rows, recipe))
     for name, recipe in (
         ("int8 mixed precision", int8_mixed_precision_training()),

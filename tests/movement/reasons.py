@@ -53,8 +53,9 @@ REASONS = {
         "The styles of torch are for `nn.Linear` and `nn.Embedding`. `distribute_tensor` cuts the weight.",
     ),
     "whole rows": Reason(
-        r"whose scales depend on more than the extremes of a row",
-        "Scales of NVFP4 inputs have a scale of the whole input, which no rank has: `ColwiseParallel` alone works.",
+        r"whose scales depend on more than the extremes of a row|has scales that are quantized themselves",
+        "Scales of NVFP4 have a scale of the whole, which no rank has. `ColwiseParallel` alone works, for weights that "
+        "serve.",
     ),
     "whole layer": Reason(
         r"chooses codes and scales anew from whole rows|of its own are those of the whole layer|"

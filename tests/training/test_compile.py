@@ -31,6 +31,8 @@ RECIPES: dict[str, Recipe] = {
     "int8, two products": training.int8_mixed_precision_training(
         training.Int8MixedPrecisionTrainingConfig(grad_weight=False)
     ),
+    "nvfp4, with noise": training.nvfp4_training(),
+    "mxfp4, with noise": training.mxfp4_training(),
     "float8 tensorwise": training.float8_training("tensorwise"),
     "groups": GROUPS,
     **{f"qat of {name}": qat(every_recipe.make(name, 32)) for name in every_recipe.NAMES},
@@ -90,7 +92,7 @@ QATS.append("qat of int8_static_activation_int8_weight")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*REGISTERED, "groups", *QATS])
+@pytest.mark.parametrize("name", [*REGISTERED, "groups", "nvfp4, with noise", *QATS])
 @torch._inductor.config.patch(fallback_random=True)
 def test_inductor(name: str) -> None:
     model = mlp(RECIPES[name])
