@@ -54,8 +54,7 @@ REASONS = {
     ),
     "whole rows": Reason(
         r"whose scales depend on more than the extremes of a row|has scales that are quantized themselves",
-        "Scales of NVFP4 have a scale of the whole, which no rank has. `ColwiseParallel` alone works, for weights that "
-        "serve.",
+        "Scales of NVFP4 have a scale of the whole, which no rank has; in serving, `ColwiseParallel` alone works.",
     ),
     "whole layer": Reason(
         r"chooses codes and scales anew from whole rows|of its own are those of the whole layer|"
