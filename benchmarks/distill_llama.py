@@ -30,7 +30,6 @@ from qtorch.training import (
     distillation_loss,
     parameter_groups,
     qat,
-    train_scales,
 )
 
 SCHEMES: dict[str, WeightRecipe] = {
@@ -49,7 +48,6 @@ def methods(serves: WeightRecipe) -> dict[str, tuple[Recipe, Distillation | None
         "qat": (qat(serves), None),
         "qat, teacher": (qat(serves), Distillation()),
         "qat, teacher and hidden states": (qat(serves), Distillation(hidden=1.0)),
-        "train_scales, teacher": (train_scales(serves), Distillation()),
     }
 
 

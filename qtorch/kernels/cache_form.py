@@ -57,17 +57,22 @@ class CacheForm:
     scale_dtype: torch.dtype = torch.float32
     values: QuantSpec = field(init=False, repr=False, compare=False)
     keys: QuantSpec = field(init=False, repr=False, compare=False)
+    _of_key_tokens: CacheForm | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         keys, values = (replace(TOKENS[name], scale_dtype=self.scale_dtype) for name in (self.dtype, self.value_dtype))
         object.__setattr__(self, "values", values)
         keys = keys.with_granularity(PerBlock((self.block, 1))) if self.block else keys
         object.__setattr__(self, "keys", keys)
+        # Made here: the compiler does not follow functions that remember their results.
+        is_own = self.dtype == self.value_dtype and not self.block
+        of_key_tokens = None if is_own else CacheForm(self.dtype, self.dtype, 0, self.scale_dtype)
+        object.__setattr__(self, "_of_key_tokens", of_key_tokens)
 
     @property
     def of_key_tokens(self) -> CacheForm:
         """The form whose values are quantized as these keys, where each token has a scale."""
-        return cache_form(self.dtype, self.dtype, 0, self.scale_dtype)
+        return self._of_key_tokens or self
 
     def stored(self, width: int, keys: bool) -> dict[str, tuple[int, torch.dtype, int]]:
         """Length of the last axis, dtype, and tokens to one index of the token axis, for each tensor of `Parts`."""

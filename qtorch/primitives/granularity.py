@@ -80,7 +80,8 @@ class PerGroup(Granularity):
     group_size: int
 
     def __post_init__(self) -> None:
-        if wrong := wrong_type(PerGroup, vars(self)):
+        # An int at once: graphs of the compiler make granularities.
+        if type(self.group_size) is not int and (wrong := wrong_type(PerGroup, vars(self))):
             raise TypeError(f"PerGroup.{wrong}")
         if self.group_size < 1 and self.group_size != -1:
             raise ValueError(f"group_size is {self.group_size}; it must be positive, or -1 for a whole row")

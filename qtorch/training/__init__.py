@@ -33,7 +33,6 @@ from .quantization_aware.recipes.lsq import LSQ as lsq
 from .quantization_aware.recipes.lsq import clip_penalty, pact
 from .quantization_aware.recipes.qat import QAT as qat
 from .quantization_aware.recipes.qat import ScheduledQAT as scheduled_qat
-from .quantization_aware.recipes.train_scales import TrainScales as train_scales
 from .quantization_aware.schedule import QuantizationSchedule, advance_with
 from .recipes.base import MixedPrecisionTraining as mixed_precision_training
 from .recipes.bitnet import BinaryTraining as binary_training
@@ -121,5 +120,4 @@ __all__ = [
     "share_rounding",
     "switchback_training",
     "sync_codes",
-    "train_scales",
 ]

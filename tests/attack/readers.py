@@ -276,7 +276,9 @@ def journals_at_once(stop: int | None) -> Iterator[None]:
 
 def quantized(format: str, folder: Path) -> None:
     name = {"qtorch": "q.safetensors", "gguf": "q.gguf"}.get(format, "q")
-    recipe = qtorch.gguf_q8_0() if format == "gguf" else INT4
+    recipe = {"gguf": qtorch.gguf_q8_0()}.get(format, INT4)
+    if format in ("gptq", "awq"):  # they pack multiples of 32
+        recipe = {r"lm_head|odd\.weight": None, ".*": INT4}
     quantize_checkpoint(source(format), folder / name, recipe, format=format, max_shard_size=6000)
 
 

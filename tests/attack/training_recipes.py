@@ -14,7 +14,6 @@ ARGUMENTS: dict[str, tuple] = {
     "qat": (int8_dynamic_activation_int4_weight(group_size=32),),
     "mxfp4_training": (False, False),  # without noise, so that two runs have the same numbers
     "nvfp4_training": (False, False),
-    "train_scales": (int8_weight_only(),),
     "scheduled_qat": (int8_dynamic_activation_int4_weight(group_size=32),),
 }
 

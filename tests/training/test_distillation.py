@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_, training
-from qtorch.training import Distillation, DistillationMixin, Teacher, convert, distill, distillation_loss, train_scales
+from qtorch.training import Distillation, DistillationMixin, Teacher, convert, distill, distillation_loss
 
 INT4 = qtorch.int4_weight_only(group_size=32)
 W8A8 = qtorch.int8_dynamic_activation_int8_weight()
@@ -18,7 +18,6 @@ SHARED = {
     training.qat(INT4): set(),
     training.lsq(recipe=INT4): set(),
     training.lora_qat(INT4, 4): {"0.weight", "2.weight"},
-    train_scales(INT4): set(),
     training.nvfp4_training(): set(),
 }
 
@@ -111,68 +110,3 @@ def test_a_trainer_of_transformers(tmp_path: object) -> None:
     Trainer(model, arguments, train_dataset=data, teacher=teacher, distillation=Distillation(hidden=1.0)).train()
     end = distill(model.eval(), teacher, Distillation(hidden=1.0), input_ids=ids)[0].item()
     assert 0 < end < start
-
-
-@pytest.mark.parametrize(
-    "recipe", [INT4, W8A8, qtorch.intx_weight_only("int2", 32), qtorch.int8_weight_only()], ids=str
-)
-def test_scales_alone(recipe: object) -> None:
-    model, x = mlp(), torch.randn(64, 64)
-    wanted = copy.deepcopy(model)
-    quantize_(wanted, recipe)
-    quantized = copy.deepcopy(wanted)
-    quantize_(model, train_scales(recipe))
-    quantize_(quantized, train_scales())
-    assert torch.equal(model(x), wanted(x))
-    assert torch.equal(quantized(x), wanted(x))
-    codes = [layer.weight.plain()[0].clone() for layer in (model[0], model[2])]
-    model[0].bias.requires_grad_(False)
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
-        "0.scales.log_scale",
-        "2.scales.log_scale",
-    ]
-    optimizer, losses = torch.optim.AdamW(training.parameter_groups(model, 1e-3)), []
-    teacher = Teacher(mlp())
-    for _ in range(30):
-        loss = functional.mse_loss(model(x), teacher(x)[0])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    trained = model(x).detach()
-    quantize_(model, convert())
-    assert type(model[0]) is nn.Linear
-    assert torch.equal(model(x), trained)
-    assert all(map(torch.equal, codes, [layer.weight.plain()[0] for layer in (model[0], model[2])]))
-    assert model[0].weight.scheme == wanted[0].weight.scheme
-
-
-def test_the_gradient_of_a_scale() -> None:
-    """That of the chain rule, by autograd on the dequantized weight."""
-    layer, x = mlp()[:1], torch.randn(5, 64, requires_grad=True)
-    quantize_(layer, train_scales(INT4))
-    layer(x).square().sum().backward()
-    codes, scale, zero_point = layer[0].weight.plain()
-    log_scale, x2 = torch.zeros_like(scale, requires_grad=True), x.detach().requires_grad_()
-    reals = (codes.float().unflatten(1, (-1, 32)) - zero_point.float().unsqueeze(2)) * (
-        scale * log_scale.exp()
-    ).unsqueeze(2)
-    (x2 @ reals.flatten(1).t() + layer[0].bias).square().sum().backward()
-    torch.testing.assert_close(layer[0].scales.log_scale.grad, log_scale.grad, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(x.grad, x2.grad, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    "recipe, match",
-    [
-        (qtorch.nf4_weight_only(group_size=32), "takes affine codes"),
-        (qtorch.nvfp4_weight_only(), "takes affine codes"),
-        (qtorch.mxfp4_weight_only(), "takes affine codes"),
-        (qtorch.int4_weight_only(32, qtorch.ZeroPointDomain.FLOAT), "zero points that scale with the codes"),
-    ],
-    ids=str,
-)
-def test_scales_that_cannot_be_trained(recipe: object, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        quantize_(mlp(), train_scales(recipe))

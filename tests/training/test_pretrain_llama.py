@@ -96,7 +96,6 @@ def test_every_training_recipe_can_be_chosen() -> None:
         "lora_qat",
         "scheduled_qat",
         "lsq",
-        "train_scales",
     }  # for the benefit of inference: tutorials/qat_llama.py
     of_others = {"scheduled_training"}  # runs another of these recipes from some step on
     assert chosen | to_serve | of_others == {

@@ -99,13 +99,11 @@ class _GroupedFormat(SaveFormat):
         """`qweight` and `qzeros`, and further tensors, of codes (O, I) and zero points (O, G) that count from 0."""
 
     def progress(self) -> Any:
-        return {"first": self.first, "floats": self.floats}
+        return None
 
     def resume(self, progress: Any) -> None:
-        if not isinstance(progress, dict) or progress.keys() != {"first", "floats"}:
-            raise ValueError(f"not the progress of a {self.name} checkpoint: {progress!r:.80}")
-        self.first = progress["first"] and (progress["first"][0], progress["first"][1])
-        self.floats = list(progress["floats"])
+        # What all layers have in common would be that of the journal, which may be anybody's.
+        raise ValueError(f"{self.name}: a folder of this format is not continued")
 
     def _settings(self) -> dict[str, Any]:
         return dict(self.first[1]) if self.first else {"bits": self.bits[0], "group_size": -1, "sym": True}

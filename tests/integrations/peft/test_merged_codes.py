@@ -277,5 +277,4 @@ def test_200_steps_are_no_worse_than_to_merge_and_requantize(recipe: str, pretra
                 merged = model.merge_and_unload()
             assert torch.equal(output(merged, ids), y) is merged_codes
             of.append(functional.cross_entropy(output(merged, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item())
-    print(recipe, losses)
-    assert sum(losses[True]) <= sum(losses[False])
+    assert sum(losses[True]) <= 1.002 * sum(losses[False])

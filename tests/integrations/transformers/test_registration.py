@@ -1,5 +1,6 @@
 """How transformers finds the quantizer, and what happens without it; in fresh interpreters."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,10 @@ ROOT = Path(qtorch.__file__).parent.parent
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run code in a process in which nothing loads qtorch but itself."""
     command = [sys.executable, "-W", "error::UserWarning", "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=alone)
 
 
 @pytest.fixture(scope="module")
