@@ -82,7 +82,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "in blocks of 64 in lhs, which do not divide": lambda: TrainingSpec(
         GemmSpec(TILES, TILES), GemmSpec(int8(PerBlock((64, 64))), reuse_forward=True)
     ),
-    "cannot reuse an operand that fold or mid_alpha": lambda: TrainingSpec(BALANCED, REUSE),
+    "cannot reuse an operand that the forward has changed": lambda: TrainingSpec(BALANCED, REUSE),
     "need the operands as they come": lambda: TrainingSpec(BALANCED, clip_gradient=True),
     "symmetric specs whose scale is absmax": lambda: TrainingSpec(GemmSpec(None, MEAN), scale_gradient=True),
     "grad_weight has only codes of": lambda: TrainingSpec(GemmSpec(ROWS, ROWS), FULL, REUSE, scale_gradient=True),
