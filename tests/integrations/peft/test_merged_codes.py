@@ -261,7 +261,7 @@ def pretrained() -> Callable[[], Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", FOUR_BITS)
-def test_200_steps_are_no_worse_than_to_merge_and_requantize(recipe: str, pretrained: Callable[[], Any]) -> None:
+def test_200_steps_have_the_loss_of_merging_and_requantizing(recipe: str, pretrained: Callable[[], Any]) -> None:
     table = 0.8 * chain(0) + 0.2 * chain(1)
     ids = text(table, 256, torch.Generator().manual_seed(99))
     losses: dict[bool, list[float]] = {False: [], True: []}
