@@ -255,10 +255,12 @@ def compare_models(
     check_model("compare_models", model)
     check_model("compare_models", reference)
     data, units = Data(batches, forward, mask), _units(model, reference)
-    floats = [{unit.module: unit.reference.forward} for unit in units] if shares else []
-    # What is put back to float: nothing, each module, all of them.
-    swaps: list[dict[nn.Module, Any]] = [{}, *floats, {key: of[key] for of in floats for key in of}][: 2 + len(floats)]
-    sums = [0.0 for _ in swaps]
+    forwards = {unit.module: unit.reference.forward for unit in units}
+    # What is put back to float: nothing, and for the shares each module, and all of them.
+    swaps: list[dict[nn.Module, Any]] = [{}]
+    if shares:
+        swaps += [*({module: forward} for module, forward in forwards.items()), forwards]
+    sums = [0.0] * len(swaps)
     tokens, logits = 0, False
     with eval_mode(model), eval_mode(reference):
         for index, batch in enumerate(data.checked()):
@@ -276,10 +278,9 @@ def compare_models(
                 sums[number] += float(wanted.divergence(found).sum())
             for unit in units:
                 unit.outputs.clear()
-    removed = [1 - of_swap / (sums[0] or 1.0) for of_swap in sums[1:]] if shares else [None] * (len(units) + 1)
-    errors = tuple(unit.error(share) for unit, share in zip(units, removed))
+    *removed, rest = [of_swap / (sums[0] or 1.0) for of_swap in sums[1:]] if shares else [None] * (len(units) + 1)
+    errors = tuple(unit.error(left if left is None else 1 - left) for unit, left in zip(units, removed, strict=True))
     measure = "KL divergence" if logits else "1 - cosine"
-    rest = None if removed[-1] is None else 1 - removed[-1]
     return Comparison(errors, sums[0] / max(1, tokens), measure, rest, tokens, tuple(_advice(errors)))
 
 

@@ -247,3 +247,17 @@ def test_what_cannot_be_compared_is_refused(change: Any, message: str) -> None:
     quantized, model, x = two_layers()
     with pytest.raises(ValueError, match=f"compare_models: {message}"):
         compare_models(*change(quantized, model), [x])
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_each_model_runs_once_on_a_batch_and_once_more_for_each_share(shares: bool) -> None:
+    quantized, model, x = two_layers()
+    calls: list[nn.Module] = []
+
+    def forward(of: nn.Module, batch: Tensor) -> Tensor:
+        calls.append(of)
+        return of(batch)
+
+    found = compare_models(quantized, model, [x, x], forward=forward, shares=shares)
+    assert calls.count(model) == 2
+    assert calls.count(quantized) == 2 * (1 + (len(found.modules) + 1) * shares)
