@@ -54,8 +54,7 @@ class RotatedSpec(QuantSpec):
         axis = next(index for index, size in enumerate(block) if size != 1)
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         matrix = sylvester(self.rotation, values.device, dtype)
-        blocks = values.to(dtype).movedim(axis, -1).unflatten(-1, (-1, self.rotation))
-        return (blocks @ matrix).flatten(-2).movedim(-1, axis)
+        return rotate_blocks(values.movedim(axis, -1), matrix).movedim(-1, axis)
 
     def choose_range(self, input: Tensor) -> tuple[Tensor, Tensor]:
         return self.unrotated.choose_range(self.rotated(input))
@@ -76,6 +75,11 @@ class RotatedSpec(QuantSpec):
 
     def __str__(self) -> str:
         return f"{super().__str__()} rotated"
+
+
+def rotate_blocks(x: Tensor, matrix: Tensor) -> Tensor:
+    """x (..., C) in blocks of the last axis, each times `matrix` (size, size), in whose dtype the result is."""
+    return (x.to(matrix.dtype).unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 
 def sylvester(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, affine, qdtype
 from ...primitives.layouts import can_pack_bits, pack_codes
-from ...primitives.rotated_spec import sylvester
+from ...primitives.rotated_spec import rotate_blocks, sylvester
 from ..cache_form import CacheForm, Parts
 from ..custom_ops import by_device, opaque
 from ..registry import QuantizedWeight
@@ -170,9 +170,7 @@ def rotate_heads(x: Tensor) -> Tensor:
     Source: QuaRot, arXiv 2404.00456, section 4.
     """
     width = x.shape[-1]
-    size = width & -width or 1
-    blocks = x.float().unflatten(-1, (width // size, size))
-    return (blocks @ _hadamard(size, x.device)).flatten(-2).to(x.dtype)
+    return rotate_blocks(x, _hadamard(width & -width or 1, x.device)).to(x.dtype)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
 from ...kernels.ops import block_mm
 from ...primitives import QuantSpec, Rounding, granularity, tracing
-from ...primitives.rotated_spec import sylvester
+from ...primitives.rotated_spec import rotate_blocks, sylvester
 from .gemm_spec import GemmSpec, TrainingSpec
 from .gradients import STRAIGHT_THROUGH, OperandGradient, where_unclipped
 from .operand import STATELESS, ContractionState, Operand, as_long_as, multiply, observed, quantize_operand
@@ -220,8 +220,7 @@ def transformed(lhs: Tensor, rhs: Tensor, size: int | None) -> tuple[Tensor, Ten
     matrix = sylvester(size, lhs.device, torch.float32)
     lhs, rhs = (block_mm.pad_to_blocks(x.float(), granularity.PerGroup(size)) for x in (lhs, rhs))
     signs = 1 - 2 * (torch.rand_like(lhs[:1]) < 0.5).float()
-    left, right = (((x * signs).unflatten(1, (-1, size)) @ matrix).flatten(1) for x in (lhs, rhs))
-    return left, right
+    return rotate_blocks(lhs * signs, matrix), rotate_blocks(rhs * signs, matrix)
 
 
 def with_scale_in(x: Tensor, operand: Operand) -> tuple[Tensor, Operand]:
