@@ -18,7 +18,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -171,9 +170,7 @@ class Resumable(Progress[M]):
 
     def _of_unit(self, unit: int, name: str) -> M:
         try:
-            if unit not in self._sources:
-                self._sources[unit] = sources.QtorchSource.open(self._path(unit), verify=True, mmap=False)
-            source = self._sources[unit]
+            source = self._source(unit)
             if source.checksum != self.checksums[unit]:
                 raise ValueError(f"{source.path}: it is another file than its journal describes")
             if name not in source.names - source.aliases.keys():
@@ -181,6 +178,11 @@ class Resumable(Progress[M]):
             return self.decode(source.tensor(name), self.rows[unit][name])
         except (OSError, ValueError) as error:
             raise Damaged(str(error)) from error
+
+    def _source(self, unit: int) -> sources.QtorchSource:
+        if unit not in self._sources:
+            self._sources[unit] = sources.QtorchSource.open(self._path(unit), verify=True, mmap=False)
+        return self._sources[unit]
 
     def _path(self, unit: int) -> Path:
         return self.folder / f"unit-{unit:05d}.safetensors"
@@ -190,8 +192,7 @@ class Resumable(Progress[M]):
         checksum = None
         if encoded:
             save.save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
-            with closing(sources.QtorchSource.open(self._path(unit), verify=False, mmap=False)) as source:
-                checksum = source.checksum
+            checksum = self._source(unit).checksum
         rows = [*self.rows, {name: row for name, (_, row) in encoded.items()}]
         checksums = [*self.checksums, checksum]
         self.complete = len(rows) == units
