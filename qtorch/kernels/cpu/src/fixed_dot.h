@@ -143,14 +143,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
             second.pass(COLUMNS);
         }
     }
-    float sums[R * M];
-    sum_rows(&total[0][0], R * M, sums);
-    UNROLL for (int i = 0; i < R * M; i++) result[i] = sums[i] * in.scale[i % M];
-    if (!rows.offset) return;
-    UNROLL for (int m = 0; m < M; m++) {
-        inner_rows<R>(rows.offset, in.sums + m * groups, groups, sums);
-        UNROLL for (int r = 0; r < R; r++) result[r * M + m] += sums[r];
-    }
+    finish_block(total, in.scale, rows.offset, in.sums, groups, result);
 }
 
 template <int M, int DIGITS, bool TABLE>

@@ -24,17 +24,7 @@ struct DotInput {
     int64_t ld;
 };
 
-// sum_i a[i] * b[i]
-inline float inner(const float* a, const float* b, int64_t length) {
-    Floats total = {};
-    float rest = 0;
-    int64_t i = 0;
-    for (; i + LANES <= length; i += LANES) total = fma(load<Floats>(a + i), load<Floats>(b + i), total);
-    for (; i < length; i++) rest += a[i] * b[i];
-    return sum(total) + rest;
-}
-
-// The same for R rows of a (R, length), at once; bit for bit.
+// result[r] = sum_i a[r, i] * b[i] for the rows of a (R, length), at once.
 template <int R>
 INLINE void inner_rows(const float* a, const float* b, int64_t length, float* result) {
     Floats total[R] = {};
@@ -46,6 +36,27 @@ INLINE void inner_rows(const float* a, const float* b, int64_t length, float* re
         UNROLL for (int r = 0; r < R; r++) rest[r] += a[r * length + i] * b[i];
     sum_rows(total, R, result);
     UNROLL for (int r = 0; r < R; r++) result[r] += rest[r];
+}
+
+inline float inner(const float* a, const float* b, int64_t length) {
+    float result;
+    inner_rows<1>(a, b, length, &result);
+    return result;
+}
+
+// The end of a block of R rows of the weight and M of x: result (R, M), from the sums in the lanes of `total`, times a scale
+// for each row of x if there are any; plus the offsets (R, groups), or null, times the sums (M, groups) of x.
+template <int R, int M>
+INLINE void finish_block(const Floats (&total)[R][M], const float* scale, const float* offset, const float* sums,
+                         int64_t groups, float* result) {
+    sum_rows(total[0], R * M, result);
+    UNROLL for (int i = 0; scale && i < R * M; i++) result[i] *= scale[i % M];
+    if (!offset) return;
+    UNROLL for (int m = 0; m < M; m++) {
+        float more[R];
+        inner_rows<R>(offset, sums + m * groups, groups, more);
+        UNROLL for (int r = 0; r < R; r++) result[r * M + m] += more[r];
+    }
 }
 
 // Prefetches the memory of the next block, a piece at a time, while this one is multiplied.
@@ -84,9 +95,7 @@ void dot_block(const Weight& w, const Reader* readers, const int8_t* const* code
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int m = 0; m < M; m++) total[r][m] = fma(part[r][m], s[r], total[r][m]);
     }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int m = 0; m < M; m++) result[r * M + m] = sum(total[r][m]);
-    for (int i = 0; offset && i < R * M; i++) result[i] += inner(offset + i / M * groups, in.sums + i % M * groups, groups);
+    finish_block(total, nullptr, offset, in.sums, groups, result);
 }
 
 // Where a run of codes, from column k on, goes from one group to the next.
@@ -137,9 +146,7 @@ void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* 
             second.pass(columns);
         }
     }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int m = 0; m < M; m++) result[r * M + m] = sum(total[r][m]);
-    for (int i = 0; offset && i < R * M; i++) result[i] += inner(offset + i / M * groups, in.sums + i % M * groups, groups);
+    finish_block(total, nullptr, offset, in.sums, groups, result);
 }
 
 inline float sum_of(const float* a, int64_t length) {
