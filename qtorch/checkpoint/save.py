@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor, serialize
-from ..model.install import PreparedModule, check_model
+from ..model.install import check_model
 from ..model.weight_kinds import kind_of
 from ..primitives.tracing import plain_name
 from .header import Header, all_shards, shard_paths
@@ -85,9 +85,8 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
     found = {}
     for name, (module, attribute, tensor) in places_of(source):
         held = kind_of(module, attribute).held
-        in_training = isinstance(tensor, QuantizedTensor) and tensor.trains and held is not None
-        if in_training or (isinstance(tensor, QuantizedTensor) and isinstance(module, PreparedModule)):
-            # It has the axes of the parameter, the weight that serves those of a matrix; or scales beside it.
+        if held is not None and isinstance(tensor, QuantizedTensor) and tensor.trains:
+            # It has the axes of the parameter, the weight that serves those of a matrix.
             raise ValueError(f"save_quantized: {name} is in training: quantize_(model, convert()), or torch.save it")
         found[name] = tensor
     return found
