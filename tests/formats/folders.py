@@ -132,3 +132,15 @@ def check(folder: Path, wanted: Tensor, kernel: str, bits: float) -> QuantizedTe
 def to_dtype(values: list[list[float]], dtype: torch.dtype) -> Tensor:
     """Reals that plain loops computed, rounded once to fp32 as the arithmetic of every format is, then to `dtype`."""
     return torch.tensor(values, dtype=torch.float64).float().to(dtype)
+
+
+def losses_in_training(model: Any, ids: Tensor) -> list[Tensor]:
+    """The losses of four steps of gradient descent on what is trainable of a language model."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0)
+    losses = []
+    for _ in range(4):
+        losses.append(model(input_ids=ids, labels=ids).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

@@ -12,7 +12,16 @@ from qtorch import load_quantized, quantize_
 from qtorch.checkpoint.streaming.quantize_checkpoint import convert_checkpoint
 from qtorch.dtypes import QuantizedTensor
 from qtorch.training import bitnet_training, convert
-from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
+from tests.formats.folders import (
+    check,
+    load,
+    losses_in_training,
+    plain_tensors,
+    quantized_config,
+    refused,
+    to_dtype,
+    write,
+)
 
 SHAPE = OUTPUTS, INPUTS = 32, 64
 PACKED = {"linear_class": "bitlinear"}
@@ -162,11 +171,5 @@ def test_adapters_train_and_the_model_is_saved(eager: None, tmp_path: Path) -> N
             again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).eval()
             assert torch.equal(again(IDS).logits, y)
     model = peft.get_peft_model(ours, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0)
-    losses = []
-    for _ in range(4):
-        losses.append(model(input_ids=IDS, labels=IDS).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_in_training(model, IDS)
     assert losses[-1] < losses[0] - 0.02

@@ -13,7 +13,16 @@ import qtorch
 from qtorch import load_quantized
 from qtorch.checkpoint.streaming.quantize_checkpoint import convert_checkpoint
 from qtorch.dtypes.transposed_weight import TransposedWeight
-from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
+from tests.formats.folders import (
+    check,
+    load,
+    losses_in_training,
+    plain_tensors,
+    quantized_config,
+    refused,
+    to_dtype,
+    write,
+)
 from tests.formats.test_float8 import E2M1
 
 SHAPE = 3, 64, 24
@@ -166,13 +175,7 @@ def test_adapters_train_on_packed_experts(tmp_path: Path) -> None:
     targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     model = peft.get_peft_model(loaded(config, tmp_path), peft.LoraConfig(r=4, **targets))
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1.0)
-    losses = []
-    for _ in range(4):
-        losses.append(model(input_ids=IDS, labels=IDS).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = losses_in_training(model, IDS)
     assert losses[-1] < losses[0] - 0.02
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     assert all("lora_" in name for name in changed)
