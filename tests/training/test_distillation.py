@@ -105,8 +105,8 @@ def test_a_trainer_of_transformers(tmp_path: object) -> None:
     data = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
     start = distill(model.eval(), teacher, Distillation(hidden=1.0), input_ids=ids)[0].item()
     arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=8, learning_rate=1e-3, report_to=[], use_cpu=True, save_strategy="no"
+        str(tmp_path), max_steps=40, learning_rate=3e-4, report_to=[], use_cpu=True, save_strategy="no"
     )
     Trainer(model, arguments, train_dataset=data, teacher=teacher, distillation=Distillation(hidden=1.0)).train()
     end = distill(model.eval(), teacher, Distillation(hidden=1.0), input_ids=ids)[0].item()
-    assert 0 < end < start
+    assert 0 < end < 0.6 * start
