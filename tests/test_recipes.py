@@ -25,7 +25,7 @@ TILED = qtorch.TensorCoreTiledLayout()
 def test_json_spells_out_every_field() -> None:
     assert_expected_inline(
         json.dumps(to_json(qtorch.int4_weight_only())),
-        """{"type": "Int4WeightOnly", "group_size": 128, "zero_point_domain": "ZeroPointDomain.INT", "scale_rule": {"type": "MinMaxRule"}, "layout": {"type": "PackedLayout", "axis": -1}, "use_hqq": false}""",  # noqa: E501
+        """{"type": "Int4WeightOnly", "group_size": 128, "zero_point_domain": "ZeroPointDomain.INT", "scale_rule": {"type": "MinMaxRule"}, "layout": {"type": "PackedLayout", "axis": -1}, "use_hqq": false, "double_quantize": false}""",  # noqa: E501
     )
 
 

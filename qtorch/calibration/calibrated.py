@@ -114,13 +114,16 @@ def round_matrix(
 def best_rows(goal: Tensor, moment: Tensor, grids: Sequence[Grid]) -> Grid:
     """Each row from the grid with the least error of its output; the whole of one if rows share scales or tables."""
     errors = torch.stack([loss(goal - grid.values(), moment) for grid in grids])
+    whole = int(errors.sum(1).argmin())
     if not grids[0].has_own_rows:
-        return grids[int(errors.sum(1).argmin())]
+        return grids[whole]
     best = errors.argmin(0)
     found = grids[0]
     for index, grid in enumerate(grids[1:], 1):
         found = found.with_rows(best == index, grid)
-    return found
+    if found.spec.scale_spec is None or bool(loss(goal - found.values(), moment).sum() <= errors[whole].sum()):
+        return found
+    return grids[whole]  # scales that are quantized themselves changed with those of other rows
 
 
 def relative_loss(error: Tensor, moment: Tensor, weight: Tensor) -> float:

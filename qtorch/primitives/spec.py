@@ -41,8 +41,8 @@ class QuantSpec:
         eps: smallest scale, also a subnormal one; None is the smallest normal number of the scale's dtype.
         quant_min, quant_max: narrower bounds than the type's own (symmetric int8 in [-127, 127]).
         preserve_zero: 0.0 is a code; False needs the FLOAT or OFFSET domain.
-        scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. It needs
-            a mapping without zero points, or the OFFSET domain, whose zero points are then quantized too.
+        scale_spec: how the scales are quantized themselves (see `double_quant`); None keeps them as they are. Zero
+            points are then codes, or quantized too, which those of the OFFSET domain can be.
         preserve_max_val: of a symmetric mapping: the end of the range is the value of the outermost code; False: the
             far edge of that code's bucket, so that all buckets are equally wide.
         noise: of stochastic rounding; None draws a random number of torch's own for each element.
@@ -78,9 +78,10 @@ class QuantSpec:
         double_quant.check_scale_spec(self.scale_spec)
         if self.scale_spec is not None and self.mapping is MappingType.SYMMETRIC_SIGNED:
             raise ValueError("QuantSpec: scale_spec quantizes positive scales, those of SYMMETRIC_SIGNED have any sign")
-        if self.scale_spec is not None and self.has_zero_point and not self.quantizes_zero_points:
-            rule = "zero points of the OFFSET domain and a scale_spec of integers of the NONE domain"
-            raise ValueError(f"QuantSpec: quantized scales need a mapping without zero points, or {rule}, got {self}")
+        are_codes = self.zero_point_domain is ZeroPointDomain.INT
+        if self.scale_spec is not None and self.has_zero_point and not (are_codes or self.quantizes_zero_points):
+            rule = "of the OFFSET domain with a scale_spec of integers of the NONE domain"
+            raise ValueError(f"QuantSpec: quantized scales need zero points that are codes, or {rule}, got {self}")
 
     @property
     def code_range(self) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -32,6 +32,13 @@ def int8_rows(scale_dtype: torch.dtype | None) -> QuantSpec:
     return QuantSpec(qdtype("int8"), PerRow(), scale_dtype=scale_dtype, quant_min=-127)
 
 
+def double_quantized(domain: ZeroPointDomain = ZeroPointDomain.INT) -> QuantSpec:
+    """Spec of scales that are quantized themselves: int8 in groups of 256 of them, as those of NF4. Zero points of the
+    OFFSET domain are quantized too, by multiples of one number a group."""
+    of_scales = ZeroPointDomain.NONE if domain is ZeroPointDomain.OFFSET else ZeroPointDomain.INT
+    return QuantSpec(qdtype("int8"), PerGroup(256), zero_point_domain=of_scales, quant_min=-127)
+
+
 def int8_activation(granularity: Granularity, mapping: MappingType) -> QuantSpec:
     """Spec of activations in int8: codes in [-127, 127], asymmetric ones in [-128, 127]."""
     lowest = None if mapping is MappingType.ASYMMETRIC else -127
@@ -49,16 +56,20 @@ class Int8WeightOnly(WeightRecipe):
             row. It must divide the row.
         scale_dtype: dtype of the scales of the weight; None is fp32 for rows. That of the model, so that engines which
             round scales to it compute with the same numbers (see docs/guides/vllm.md).
+        double_quantize: quantize the scales to int8 in blocks of 256: 8.25 bits per weight in groups of 32.
     """
 
     scale_rule: ScaleRule = MinMaxRule()
     group_size: int | None = None
     scale_dtype: torch.dtype | None = None
+    double_quantize: bool = False
 
     def linear_spec(self) -> LinearSpec:
         blocks = PerRow() if self.group_size is None else PerGroup(self.group_size)
+        scales = double_quantized() if self.double_quantize else None
         rule, scale_dtype = self.scale_rule, self.scale_dtype
-        return LinearSpec(QuantSpec(qdtype("int8"), blocks, scale_rule=rule, scale_dtype=scale_dtype, quant_min=-127))
+        spec = QuantSpec(qdtype("int8"), blocks, scale_rule=rule, scale_dtype=scale_dtype, quant_min=-127)
+        return LinearSpec(replace(spec, scale_spec=scales))
 
 
 class _Grouped(WeightRecipe):
@@ -68,16 +79,19 @@ class _Grouped(WeightRecipe):
     scale_rule: ScaleRule
     layout: Layout
     use_hqq: bool
+    double_quantize: bool
 
     def spec_of(self, dtype: QDType, mapping: MappingType, domain: ZeroPointDomain = ZeroPointDomain.INT) -> LinearSpec:
         """Spec of these codes. In domains that add zero points, the range of a group need not include zero."""
         if self.use_hqq and self.scale_rule not in (MinMaxRule(), HQQRule()):
             raise ValueError(f"{self.name}: use_hqq=True is scale_rule=HQQRule(), got {self.scale_rule!r} too")
         rule = HQQRule() if self.use_hqq else self.scale_rule
+        if self.double_quantize and domain is ZeroPointDomain.FLOAT:
+            raise ValueError(f"{self.name}: double_quantize=True takes INT or OFFSET zero points, got {domain}")
         group, preserve_zero = PerGroup(self.group_size), not domain.adds_zero_point
-        return LinearSpec(
-            QuantSpec(dtype, group, mapping, domain, rule, preserve_zero=preserve_zero), layout=self.layout
-        )
+        scales = double_quantized(domain) if self.double_quantize else None
+        spec = QuantSpec(dtype, group, mapping, domain, rule, preserve_zero=preserve_zero, scale_spec=scales)
+        return LinearSpec(spec, layout=self.layout)
 
 
 class _SubByte(_Grouped):
@@ -110,9 +124,11 @@ class IntxWeightOnly(_SubByte):
         scale_rule: how the range of a group is chosen.
         layout: how weights are stored in memory; `PackedLayout()` packs codes to their true size.
         use_hqq: short for `scale_rule=HQQRule()`.
+        double_quantize: quantize the scales to int8 in blocks of 256: a quarter of a bit per weight in groups of 32.
 
     Raises:
-        ValueError: the dtype is not one of these, or use_hqq is given with another scale rule.
+        ValueError: the dtype is not one of these, use_hqq is given with another scale rule, or double_quantize with
+            FLOAT zero points.
     """
 
     kind = "int"
@@ -122,6 +138,7 @@ class IntxWeightOnly(_SubByte):
     scale_rule: ScaleRule = MinMaxRule()
     layout: Layout = PackedLayout()
     use_hqq: bool = False
+    double_quantize: bool = False
 
     def linear_spec(self) -> LinearSpec:
         return self.spec_of(qdtype(self.dtype), self.mapping_type)
@@ -140,9 +157,12 @@ class Int4WeightOnly(_Grouped):
         layout: how weights are stored in memory: `PackedLayout()`, half a byte per code; `TensorCoreTiledLayout()`, the
             same for the tinygemm kernels, which needs the FLOAT domain and groups of 32, 64, 128 or 256.
         use_hqq: short for `scale_rule=HQQRule()`.
+        double_quantize: quantize the scales to int8 in blocks of 256: 4.5 bits per weight in groups of 32, with a byte
+            for the zero point.
 
     Raises:
-        ValueError: the layout cannot hold such weights, or use_hqq is given with another scale rule.
+        ValueError: the layout cannot hold such weights, use_hqq is given with another scale rule, or double_quantize
+            with FLOAT zero points.
     """
 
     group_size: int = 128
@@ -150,6 +170,7 @@ class Int4WeightOnly(_Grouped):
     scale_rule: ScaleRule = MinMaxRule()
     layout: Layout = PackedLayout()
     use_hqq: bool = False
+    double_quantize: bool = False
 
     def linear_spec(self) -> LinearSpec:
         return self.spec_of(qdtype("uint4"), MappingType.ASYMMETRIC, self.zero_point_domain)
@@ -168,9 +189,11 @@ class UIntxWeightOnly(_SubByte):
         zero_point_domain: INT, zero points are codes; FLOAT or OFFSET, real numbers, so the range of a group need not
             include 0.
         use_hqq: short for `scale_rule=HQQRule()`.
+        double_quantize: quantize the scales to int8 in blocks of 256: a quarter of a bit per weight in groups of 32.
 
     Raises:
-        ValueError: the dtype is not one of these, or use_hqq is given with another scale rule.
+        ValueError: the dtype is not one of these, use_hqq is given with another scale rule, or double_quantize with
+            FLOAT zero points.
     """
 
     kind = "uint"
@@ -180,6 +203,7 @@ class UIntxWeightOnly(_SubByte):
     layout: Layout = PackedLayout()
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT
     use_hqq: bool = False
+    double_quantize: bool = False
 
     def linear_spec(self) -> LinearSpec:
         return self.spec_of(qdtype(self.dtype), MappingType.ASYMMETRIC, self.zero_point_domain)
@@ -222,6 +246,7 @@ class Int8DynamicActivationInt4Weight(WeightRecipe):
         act_mapping_type: of the activations; SYMMETRIC uses codes in [-127, 127].
         scale_rule: how the range of a weight group is chosen.
         layout: how weights are stored in memory.
+        double_quantize: quantize the scales of the weight to int8 in blocks of 256.
     """
 
     group_size: int = 32
@@ -229,7 +254,9 @@ class Int8DynamicActivationInt4Weight(WeightRecipe):
     act_mapping_type: MappingType = MappingType.ASYMMETRIC
     scale_rule: ScaleRule = MinMaxRule()
     layout: Layout = PackedLayout()
+    double_quantize: bool = False
 
     def linear_spec(self) -> LinearSpec:
         weight = QuantSpec(qdtype("int4"), PerGroup(self.group_size), self.mapping_type, scale_rule=self.scale_rule)
+        weight = replace(weight, scale_spec=double_quantized() if self.double_quantize else None)
         return LinearSpec(weight, int8_activation(PerToken(), self.act_mapping_type), layout=self.layout)

@@ -30,6 +30,12 @@ SPECS = {
     "fp6": qtorch.fpx_weight_only(3, 2).linear_spec().weight,
     "mxfp4": qtorch.mxfp4_weight_only().linear_spec().weight,
     "nvfp4": qtorch.nvfp4_weight_only().linear_spec().weight,
+    "int4, twice quantized": qtorch.int4_weight_only(16, double_quantize=True).linear_spec().weight,
+    "uint2 with offsets, twice quantized": qtorch.uintx_weight_only(
+        "uint2", 16, zero_point_domain=ZeroPointDomain.OFFSET, double_quantize=True
+    )
+    .linear_spec()
+    .weight,
 }
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -66,7 +72,9 @@ def test_the_error_of_the_output_falls_with_each_algorithm(spec: QuantSpec) -> N
     assert by_descent.sum() < by_gptq.sum()
     refitted = ScaleRefit().refine(w, damped(h, damping), descended)
     by_refit = loss(w - refitted.values(), damped(h, damping))
-    assert (by_refit <= by_descent * slack).all()
+    assert by_refit.sum() <= by_descent.sum() * slack
+    if spec.scale_spec is None:  # else scales change with those of other rows
+        assert (by_refit <= by_descent * slack).all()
 
 
 @every_spec

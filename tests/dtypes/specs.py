@@ -34,6 +34,7 @@ SPECS = {
     "float4 group, float8 scales": LinearSpec(FLOAT4),
     "float4 group, float8 scales, packed": LinearSpec(FLOAT4, layout=PackedLayout()),
     "uint4 group, packed": LinearSpec(UINT4, layout=PackedLayout()),
+    "uint4 group, int8 scales": LinearSpec(replace(UINT4, scale_spec=INT8.with_granularity(PerGroup(256)))),
     "int3 group, packed": LinearSpec(QuantSpec("int3", PerGroup(16)), layout=PackedLayout()),
     "int8 row, int8 token": LinearSpec(INT8, TOKEN),
     "int4 group, int8 token": LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN),

@@ -45,7 +45,7 @@ def test_from_canonical_is_the_inverse_of_canonical(name: str) -> None:
     assert again.scheme == w.scheme
     assert again.inner_tensors.keys() == w.inner_tensors.keys()
     for key, tensor in w.inner_tensors.items():
-        assert torch.equal(again.inner_tensors[key].view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(again.inner_tensors[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
 def test_dequantize_to_another_dtype_rounds_once() -> None:

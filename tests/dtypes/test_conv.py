@@ -26,6 +26,7 @@ COMPILED = (
     "uint4 group",
     "uint4 group, real zero",
     "uint4 group, packed",
+    "uint4 group, int8 scales",
     "int3 group, packed",
 )
 WEIGHT_ONLY_CONV = "cpu_weight_only_conv" if BUILT else "dequantized_conv"

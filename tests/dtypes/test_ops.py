@@ -17,7 +17,9 @@ all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 def identical(a: AffineQuantizedTensor, b: AffineQuantizedTensor) -> bool:
     """Not only equal values: the same codes, scales and zero points."""
     x, y = a.inner_tensors, b.inner_tensors
-    return x.keys() == y.keys() and all(torch.equal(x[k].view(torch.uint8), y[k].view(torch.uint8)) for k in x)
+    return x.keys() == y.keys() and all(
+        torch.equal(x[k].reshape(-1).view(torch.uint8), y[k].reshape(-1).view(torch.uint8)) for k in x
+    )
 
 
 @all_dtypes

@@ -30,6 +30,7 @@ GOLDEN: dict[str, Recipe] = {
     "int8_dynamic_activation_int8_weight": qtorch.int8_dynamic_activation_int8_weight(),
     "int8_dynamic_activation_int4_weight": qtorch.int8_dynamic_activation_int4_weight(),
     "int4_weight_only": qtorch.int4_weight_only(group_size=32),
+    "int4_double_quantized": qtorch.int4_weight_only(group_size=32, double_quantize=True),
     "int4_weight_only_tiled": qtorch.int4_weight_only(
         group_size=32, zero_point_domain=ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout()
     ),

@@ -105,8 +105,8 @@ def test_what_is_refused() -> None:
     for scale_spec in (QuantSpec("int8", PerRow()), QuantSpec("uint8", PerGroup(256)), NVFP4):
         with pytest.raises(ValueError, match="scales are quantized in groups or as a whole, symmetric, and only once"):
             QuantSpec("int4", PerGroup(32), scale_spec=scale_spec)
-    with pytest.raises(ValueError, match=r"quantized scales need a mapping without zero points, or .* got uint4"):
-        QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, scale_spec=INT8)
+    with pytest.raises(ValueError, match=r"quantized scales need zero points that are codes, or .* got uint4"):
+        QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT, scale_spec=INT8)
 
 
 MULTIPLES = QuantSpec("uint6", PerGroup(8), zero_point_domain=NONE)

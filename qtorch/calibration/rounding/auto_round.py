@@ -45,10 +45,10 @@ class Learnable:
 
     @property
     def has_own_scales(self) -> bool:
-        """Whether the codes are integers, and each row has scales of its own that are not quantized themselves."""
+        """Whether the codes are integers, and each row has scales of its own."""
         grid, spec = self.grids[0], self.grids[0].spec
         integers = isinstance(spec, QuantSpec) and not qdtype(spec.dtype).is_floating_point
-        return integers and grid.has_own_rows and not spec.zero_point_domain.adds_zero_point  # type: ignore[union-attr]
+        return integers and grid.block[0] == 1 and not spec.zero_point_domain.adds_zero_point  # type: ignore[union-attr]
 
 
 class LearnedGrid:

@@ -29,8 +29,8 @@ from ...primitives.spec import Scheme
 @dataclass
 class Grid:
     """The values that a weight (N, K) of a logical dtype can take under `spec`, and its codes. `stored` has the tensors
-    of the scale as they are stored (see `primitives.double_quant`), `other` zero points, one per block, or tables;
-    where `mask` (N, K) is false, elements are zero."""
+    of the scale as they are stored (see `primitives.double_quant`), and of zero points that are quantized too; `other`
+    zero points as numbers or codes, one per block, or tables; where `mask` (N, K) is false, elements are zero."""
 
     spec: QuantSpec | CodebookSpec
     dtype: torch.dtype
@@ -53,6 +53,9 @@ class Grid:
             other = spec.choose_table(weight, double_quant.dequantize_scale(stored, spec.scale_spec), weights)
         else:
             stored, other = spec.choose_stored_qparams(weight)
+            if other is not None and spec.quantizes_zero_points:
+                stored = {**stored, "zero_point": other}
+                other = spec.dense_qparams(stored, other)[1]
         grid = cls(spec, dtype, stored, other, torch.empty(0, dtype=torch.float32, device="cpu"), mask)
         grid.codes = grid.nearest(weight)
         return grid
@@ -79,19 +82,19 @@ class Grid:
     def with_scale(self, scale: Tensor) -> Grid:
         """The same codes with another scale, rounded to the form in which scales are stored."""
         stored = double_quant.quantize_scale(scale.to(self.scale.dtype), self.spec.scale_spec)
-        return replace(self, stored=stored)
+        return replace(self, stored={**self.stored, **stored})
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether each row has scales, and zero points, that no other row shares."""
-        return isinstance(self.spec, QuantSpec) and self.block[0] == 1 and self.spec.scale_spec is None
+        """Whether each row has scales, and zero points, that no other row shares, but for the scales of scales."""
+        return isinstance(self.spec, QuantSpec) and self.block[0] == 1 and not self.spec.quantizes_zero_points
 
     def with_rows(self, rows: Tensor, of: Grid) -> Grid:
         """Some rows, (N,) bool, from another grid of the same spec; for grids that have their own rows."""
         rows = rows.unsqueeze(1)
         other = None if self.other is None or of.other is None else torch.where(rows, of.other, self.other)
-        stored = {name: torch.where(rows, of.stored[name], tensor) for name, tensor in self.stored.items()}
-        return replace(self, stored=stored, other=other, codes=torch.where(rows, of.codes, self.codes))
+        scaled = self.with_scale(torch.where(rows, of.scale, self.scale))
+        return replace(scaled, other=other, codes=torch.where(rows, of.codes, self.codes))
 
     def copy(self) -> Grid:
         """A grid with codes of its own."""
@@ -111,7 +114,9 @@ class Grid:
     def quantized(self, linear: LinearSpec) -> QuantizedTensor:
         """The codes as a quantized tensor."""
         name = "table" if isinstance(self.spec, CodebookSpec) else "zero_point"
-        others = dict(self.stored) | ({} if self.other is None else {name: self.other})
+        others = dict(self.stored)
+        if self.other is not None:
+            others.setdefault(name, self.other)
         scheme = Scheme(linear, tuple(self.codes.shape), self.dtype)
         return quantized_type(linear.weight).from_canonical(self.codes, others, scheme)
 

@@ -111,16 +111,17 @@ class ScaleRefit(Refinement):
 
     def refine(self, weight: Tensor, moment: Tensor, grid: Grid) -> Grid:
         rows, width = grid.block
-        if rows != 1 or "scale_scale" in grid.stored:
-            return grid  # a scale of several rows, or one that is quantized itself, is not free
+        if rows != 1:
+            return grid  # a scale of several rows is not free
         old = grid.scale.float()
         multipliers, offsets = grid.linear_terms()
         solved = self._solve(weight.float() - offsets, moment, multipliers, old, width)
         refitted = grid.with_scale(solved)
         before = loss(weight.float() - grid.values(), moment)
         after = loss(weight.float() - refitted.values(), moment)
-        scale = torch.where((after < before).unsqueeze(1), refitted.scale, grid.scale)
-        return grid.with_scale(scale)
+        chosen = grid.with_scale(torch.where((after < before).unsqueeze(1), refitted.scale, grid.scale))
+        # Scales that are quantized themselves change with those of other rows.
+        return chosen if float(loss(weight.float() - chosen.values(), moment).sum()) <= float(before.sum()) else grid
 
     def _solve(self, target: Tensor, moment: Tensor, multipliers: Tensor, old: Tensor, width: int) -> Tensor:
         """The scales (N, G); those of `old` where the least squares ones are too far away."""

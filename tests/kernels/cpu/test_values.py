@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qtorch import CodebookSpec, LinearSpec, PackedLayout, PerGroup, PerRow, PlainLayout, QuantSpec, ZeroPointDomain
+from qtorch import (
+    CodebookSpec,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerGroup,
+    PerRow,
+    PlainLayout,
+    QuantSpec,
+    ZeroPointDomain,
+)
 from qtorch.checkpoint.formats.gguf.block_types import TYPES
 from qtorch.dtypes import AffineQuantizedTensor, LUTQuantizedTensor
 from qtorch.dtypes.base import quantized_type
@@ -39,6 +49,9 @@ DOUBLE = {
     ),
     "NVFP4": nvfp4_spec(),
     "int4, twice quantized": QuantSpec("int4", PerGroup(64), zero_point_domain=ZeroPointDomain.NONE, scale_spec=INT8),
+    "uint3 with zero points, twice quantized": QuantSpec(
+        "uint3", PerGroup(32), MappingType.ASYMMETRIC, scale_spec=INT8
+    ),
 }
 BLOCKS = {kind.name: kind for kind in TYPES.values() if getattr(kind.spec, "scale_spec", None) is not None}
 """Of GGUF: scales of both signs, and quantized zero points."""
