@@ -39,6 +39,9 @@ SPECS = {
     "int8 row, int8 token": LinearSpec(INT8, TOKEN),
     "int4 group, int8 token": LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN),
     "int4 group, int8 token, packed": LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN, layout=PackedLayout()),
+    "int4 group, int8 scales, int8 token, packed": LinearSpec(
+        QuantSpec("int4", PerGroup(32), scale_spec=INT8.with_granularity(PerGroup(256))), TOKEN, layout=PackedLayout()
+    ),
     "int8 row, 2:4": LinearSpec(INT8, layout=qtorch.SemiSparseLayout()),
     "int8 row, int8 token, 2:4": LinearSpec(INT8, TOKEN, layout=qtorch.SemiSparseLayout()),
     "float8 row, 2:4": LinearSpec(FLOAT8, layout=qtorch.SemiSparseLayout()),

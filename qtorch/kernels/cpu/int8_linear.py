@@ -24,6 +24,7 @@ from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
 from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import variants, weight
+from .code_values import QuantizedScales
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
 from .operands import is_readable, scaled_int_matmul
@@ -57,23 +58,34 @@ def cpu_int8_mm(
         dtype: of the result.
         bias: (N) in that dtype, or None.
     """
+    return _multiply(x, xs, xz, quantizer, codes, n, ws, wz, packed, weight_dtype, dtype, bias)
+
+
+def _multiply(
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
+    codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str,
+    dtype: torch.dtype, bias: Tensor | None, scales: QuantizedScales | None = None,
+) -> Tensor:  # fmt: skip
+    """`cpu_int8_mm`, also where `ws` are codes of `scales`."""
     m, k = x.shape
     if not k:
         zeros = x.new_zeros(m, n, dtype=dtype)
         return zeros if bias is None else zeros.add_(bias)
     weight.check_bias(bias, dtype, n)
     numerics = numerics_of(quantizer)
-    layer = _Int8Linear.of(codes, ws, wz, n, k, weight_dtype, packed, "INT", 0.0, x.dtype, dtype, "int8", numerics)
+    about = (n, k, weight_dtype, packed, "INT", 0.0, x.dtype, dtype, "int8", numerics)
+    layer = _Int8Linear.of(codes, ws, wz, *about, scales=scales)
     compiled, variant = layer.compiled, layer.variant(m)
 
     def in_torch() -> Tensor:
         note("cpu_int8_mm.torch")
         xq, scale, zero = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
         assert scale is not None
+        of_weight = ws if scales is None else scales.numbers(ws, wz)[0]
         if packed:
-            y = scaled.packed_int8_mm(xq, scale, zero, codes, ws, wz, weight_dtype, dtype)
+            y = scaled.packed_int8_mm(xq, scale, zero, codes, of_weight, wz, weight_dtype, dtype)
         else:
-            y = int8_grouped_mm(xq, scale, zero, codes, ws, wz, dtype)
+            y = int8_grouped_mm(xq, scale, zero, codes, of_weight, wz, dtype)
         return y if bias is None else y.add_(bias)
 
     if compiled is None or variant == "torch":
@@ -224,10 +236,13 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
-    y = cpu_int8_mm(
-        xq, xs, xz, quantizer, quantized.qdata, scheme.shape[0], quantized.dense_scale(), quantized.zero_point,
-        packed, scheme.weight.dtype.name, x.dtype, added,
-    )  # fmt: skip
+    of_x, form = (xq, xs, xz, quantizer), (packed, scheme.weight.dtype.name, x.dtype, added)
+    of_weight = (quantized.qdata, scheme.shape[0])
+    if quantized.scale_scale is None or torch.compiler.is_compiling():
+        y = cpu_int8_mm(*of_x, *of_weight, quantized.dense_scale(), quantized.zero_point, *form)
+    else:
+        scales = QuantizedScales.of(quantized)
+        y = _multiply(*of_x, *of_weight, quantized.scale, quantized.zero_point, *form, scales=scales)
     if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
         _Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

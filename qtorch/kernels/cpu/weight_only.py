@@ -129,8 +129,9 @@ class CompiledLinear(CompiledWeight):
         return y if finite else None
 
     def tensors_of(self, weight: Any) -> tuple[Any, ...]:
-        """Arguments of `is_of`."""
-        return weight.qdata, weight.scale, weight.zero_point
+        """Arguments of `is_of`; a look-up table is in the place of zero points."""
+        third = weight.zero_point if self.about[4] != TABLE else weight.table
+        return weight.qdata, weight.scale, third, *(tensors_of_scales(weight) if self._of_scales else ())
 
     @classmethod
     def prepare(cls, weight: Any) -> None:
@@ -143,11 +144,6 @@ class CompiledLinear(CompiledWeight):
 
 class _WeightOnlyLinear(CompiledLinear):
     name, call = "weight_only_mm", Call
-
-    def tensors_of(self, weight: Any) -> tuple[Any, ...]:
-        """Arguments of `is_of`; a look-up table is in the place of zero points."""
-        third = weight.zero_point if self.about[4] != TABLE else weight.table
-        return weight.qdata, weight.scale, third, *(tensors_of_scales(weight) if self._of_scales else ())
 
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""

@@ -167,25 +167,34 @@ INLINE void prefetch_scales(const Weight& w, int64_t n, int64_t g, int64_t count
     for (int64_t i = 0; i < count * size_of(w.zero_type); i += 64) prefetch(from + i);
 }
 
+// use(i, stop, group): of `count` scales that are quantized themselves, from element `at` on, those of one group at a time.
+template <class Use>
+INLINE void each_scale_group(const Weight& w, int64_t at, int64_t count, const Use& use) {
+    int64_t group = (w.first_scale + at) / w.scale_group, left = (group + 1) * w.scale_group - w.first_scale - at;
+    for (int64_t i = 0; i < count; i += left, left = w.scale_group, group++) use(i, left < count - i ? i + left : count, group);
+}
+
 // `count` scales, from element `at` on. Quantized ones are those of `dequantize_scale` of primitives/double_quant.py, bit for
 // bit: values[code] * scale_scale[group] + mean.
 inline void read_scales(const Weight& w, int64_t at, int64_t count, float* scale) {
     if (!w.scale_values) return to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, count, scale);
     const uint8_t* codes = (const uint8_t*)w.scale + at;
     float mean = w.scale_mean, least = w.scale_is_positive ? __FLT_MIN__ : -__builtin_inff();
-    for (int64_t i = 0; i < count;) {
-        int64_t all = w.first_scale + at + i, group = all / w.scale_group, left = (group + 1) * w.scale_group - all;
-        int64_t stop = left < count - i ? i + left : count;
+    // Integers are converted, which is faster than to look them up; the code 1 is 1 for no other type.
+    bool is_integer = w.scale_values[1] == 1, is_signed = w.scale_values[255] < 0;
+    auto numbers = [&](const uint8_t* p) {
+        Ints bits = is_integer && is_signed ? widen((const int8_t*)p) : widen(p);
+        return is_integer ? to_floats(bits) : look_up(w.scale_values, bits);
+    };
+    each_scale_group(w, at, count, [&](int64_t i, int64_t stop, int64_t group) {
         float factor = w.scale_scale[group];
-        for (; i + LANES <= stop; i += LANES) {
-            Floats number = look_up(w.scale_values, widen(codes + i)) * broadcast(factor) + broadcast(mean);
-            store(scale + i, larger(broadcast(least), number));
-        }
+        for (; i + LANES <= stop; i += LANES)
+            store(scale + i, larger(broadcast(least), numbers(codes + i) * broadcast(factor) + broadcast(mean)));
         for (; i < stop; i++) {
             float number = w.scale_values[codes[i]] * factor + mean;
             scale[i] = number < least ? least : number;
         }
-    }
+    });
 }
 
 // use(at, count, i): the scales of `rows` rows of the weight, from row n on, are `count` elements from `at` on, and become
@@ -209,7 +218,10 @@ inline void zeros(const Weight& w, int64_t n, float* zero, int64_t rows = 1) {
     }
     each_piece(w, n, rows, [&](int64_t at, int64_t count, int64_t i) {
         to_float((const char*)w.zero + at * size_of(w.zero_type), w.zero_type, count, zero + i);
-        for (int64_t g = 0; w.zero_scale && g < count; g++) zero[i + g] *= w.zero_scale[(w.first_scale + at + g) / w.scale_group];
+        if (w.zero_scale)
+            each_scale_group(w, at, count, [&](int64_t g, int64_t stop, int64_t group) {
+                for (; g < stop; g++) zero[i + g] *= w.zero_scale[group];
+            });
     });
 }
 
