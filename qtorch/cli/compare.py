@@ -38,7 +38,7 @@ def check(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand."""
     from ..calibration import compare_models
-    from ..calibration.texts import on_device, read_texts, token_batches
+    from ..calibration.data import on_device, read_texts, token_batches
 
     try:
         texts = read_texts(arguments.text)

@@ -21,7 +21,7 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The model in evaluation mode, and its tokenizer."""
     import torch
 
-    from ..checkpoint.load import load_quantized
+    from ..checkpoint.save_load import load_quantized
     from ..checkpoint.streaming.assignment import meta_model
     from ..checkpoint.streaming.partial import model_config
     from ..quantize_api import quantize_

@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _calibrated(arguments: argparse.Namespace, recipe: Any) -> Any:
     """The recipe, or the mapping, that is calibrated on the texts of ``--calibrate``."""
+    from ..calibration.data import read_texts, token_batches
     from ..calibration.methods import with_data
-    from ..calibration.texts import read_texts, token_batches
 
     tokenizer = read_tokenizer(arguments.src, "--calibrate")
     try:

@@ -3,7 +3,7 @@
     score = 1/2 tr(G D H D^T),    D = W - Q,  H = E[x x^T],  G diagonal
 
 with the inputs x of the weight, and G_n the sum of the squared gradients of output n over all rows (see
-`output_gradients`), divided by the number of rows of the model's output: the expected divergence of a row.
+`captures.OutputGradients`), divided by the number of rows of the model's output: the expected divergence of a row.
 Without gradients G = I / tr(W H W^T), so that the score is half the relative error of the outputs of the layer: errors
 of layers whose outputs differ in size cannot be compared otherwise. Without data it is |D|^2 / (2 |W|^2).
 
@@ -26,9 +26,9 @@ from ...dtypes import QuantizedTensor
 from ...model.targets import Target
 from ...primitives import QuantSpec
 from ...recipes.base import WeightRecipe
+from ..captures import OutputGradients, without_parameter_gradients
 from ..data import Data, eval_mode, tensors_of
 from ..engine import InOrder
-from ..output_gradients import OutputGradients, without_parameter_gradients
 from ..rounding import Grid, Rounding
 from ..rounding.grid import loss as quadratic
 from ..statistics import SecondMoment, Statistic, Statistics

@@ -28,9 +28,8 @@ from ..data import Data, StopForward, eval_mode, tensors_of
 from ..statistics import NoInputs, Statistic, Statistics, Sum
 from .float_weights import Weights
 from .progress import Progress
-from .routing import Routing
 from .streams import Call, Stream, needed_outputs, replaced_forwards
-from .trace import Stage, Unit, trace
+from .trace import Routing, Stage, Unit, trace
 
 M = TypeVar("M", bound="tuple[Any, ...]")
 

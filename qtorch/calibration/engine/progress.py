@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ...checkpoint import part_file, save, sources, tensor_file
+from ...checkpoint import part_file, save_load, sources, tensor_file
 from ...checkpoint.part_file import Damaged, clear_folder, read_journal, write_journal
 from ...dtypes import QuantizedTensor
 from ..data import Data
@@ -191,7 +191,7 @@ class Resumable(Progress[M]):
         encoded = {name: self.encode(value) for name, value in made.items()}
         checksum = None
         if encoded:
-            save.save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
+            save_load.save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
             checksum = self._source(unit).checksum
         rows = [*self.rows, {name: row for name, (_, row) in encoded.items()}]
         checksums = [*self.checksums, checksum]

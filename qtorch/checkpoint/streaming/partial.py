@@ -23,8 +23,7 @@ from torch import Tensor
 from ...model.report import CalibrationReport, LayerReport
 from ...primitives.jsonable import construct
 from .. import part_file
-from ..folder_source import FloatFolder, look
-from ..hf_folder import CONFIG, SUFFIX, read_object
+from ..hf_folder import CONFIG, SUFFIX, FloatFolder, look, read_object
 from ..part_file import JOURNAL, Damaged, PartFile, read_journal
 from ..sources import SOURCES, QtorchSource, Source, open_source
 from .forms import Form, file_name

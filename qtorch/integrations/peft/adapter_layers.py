@@ -8,6 +8,7 @@ float parameter, so that PEFT's own code runs; the codes are kept, and come back
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from peft.tuners.lora import LoraLayer, variants
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
@@ -26,7 +28,26 @@ from ...dtypes import QuantizedTensor
 from ...model.install import Change, install, keep_attributes
 from ...model.module_repr import show_quantized
 from .expert_adapters import adapted_parameter
-from .versions import has_options, of_magnitude, option
+
+# What differs between versions of PEFT, back to 0.18.
+
+_MAGNITUDE_IS_NAMED = "adapter_name" in inspect.signature(DoraLinearLayer.forward).parameters
+
+
+def option(arguments: Mapping[str, Any], name: str, default: Any) -> Any:
+    """An option of the adapter that `update_layer` is called with: before 0.19 an argument, now of `config`."""
+    return getattr(arguments.get("config"), name, arguments.get(name, default))
+
+
+def has_options(arguments: Mapping[str, Any]) -> bool:
+    """Whether `update_layer` is called with the options of LoRA."""
+    return arguments.get("config") is not None or "init_lora_weights" in arguments
+
+
+def of_magnitude(adapter: str) -> dict[str, str]:
+    """What the forward of DoRA's magnitude takes since 0.19: the name of the adapter."""
+    return {"adapter_name": adapter} if _MAGNITUDE_IS_NAMED else {}
+
 
 # DoRA on quantized weights (Liu et al. 2024, arXiv:2402.09353).
 #

@@ -1,8 +1,8 @@
 """GGUF as a `SaveFormat`: a file that llama.cpp runs, which the package `gguf` writes.
 
-A quantized weight that is of a type of GGUF is written code for code (`encode`). Weights in floating point stay so, or
-get the type that the user names: the blocks are those of `gguf.quants.quantize`, and of types that it does not make,
-those of this package's own rounding to nearest.
+A quantized weight that is of a type of GGUF is written code for code (`block_types`). Weights in floating point stay
+so, or get the type that the user names: the blocks are those of `gguf.quants.quantize`, and of types that it does not
+make, those of this package's own rounding to nearest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from ...sources import Source
 from ...stacked_experts import fuse_experts
 from ...tensor_file import TensorFile
 from .architectures import ARCHITECTURES, parameter_of, permute, stored_names
-from .encode import BY_NAME, ENCODERS, NUMBERS, encode, type_of
-from .metadata import derived_tensors, metadata_of
-from .vocabulary import write_vocabulary
+from .block_types import ENCODED, NUMBERS, encode, type_of
+from .metadata import derived_tensors, metadata_of, write_vocabulary
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_FLOATS = {dtype: name for name, dtype in FLOATS.items()}
-WRITTEN = (*FLOATS, *ENCODERS)
+WRITTEN = (*FLOATS, *ENCODED)
 """The types that are written."""
 
 REQUANTIZED = "Q8_0"
@@ -109,7 +108,7 @@ class GgufFormat(SaveFormat):
         try:
             if asked is None:
                 return type_of(tensor)
-            if asked in ENCODERS:
+            if asked in ENCODED:
                 return asked, encode(tensor, asked)
         except ValueError as error:
             problem = error
@@ -192,12 +191,12 @@ def quantize(tensor: Tensor, name: str) -> tuple[str, Tensor]:
 
     if name in FLOATS:
         return name, tensor.to(FLOATS[name])
-    BY_NAME[name].row_bytes(tensor.shape)
+    ENCODED[name].row_bytes(tensor.shape)
     try:
         blocks = gguf.quants.quantize(tensor.float().cpu().numpy(), gguf.GGMLQuantizationType[name])
         return name, torch.from_numpy(blocks)
     except NotImplementedError:
-        spec: Any = BY_NAME[name].spec
+        spec: Any = ENCODED[name].spec
         if isinstance(spec, QuantSpec):
             # Offsets are not positive, and codes of scales divide by the largest of both ends.
             has_offset = spec.mapping is MappingType.ASYMMETRIC
