@@ -295,9 +295,7 @@ def _units(model: nn.Module, reference: nn.Module) -> list[_Unit]:
         try:
             units.setdefault(name, _Unit(name, modules[name], reference.get_submodule(name)))
         except AttributeError as error:
-            raise ValueError(
-                f"compare_models: the reference has no module {name}; give the float model that was quantized"
-            ) from error
+            raise ValueError(f"compare_models: the reference has no module {name}; give the float model") from error
     if not units:
         raise ValueError(f"compare_models: no weight of this {type(model).__name__} is quantized; call quantize_ first")
     return list(units.values())

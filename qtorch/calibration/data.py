@@ -161,10 +161,7 @@ def collect(
     unseen = {p for p, statistics in found.items() if any(not s.rows for s in statistics.values())}
     if unseen:
         names = [name for name, p in model.named_parameters() if p in unseen]
-        raise ValueError(
-            f"calibration: no input of {', '.join(names)} was seen; only those of F.linear and convolutions are. Use a "
-            "recipe that needs no data for these weights"
-        )
+        raise ValueError(f"calibration: no input of {', '.join(names)} was seen; use a recipe without data for them")
     return found
 
 

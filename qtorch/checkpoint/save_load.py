@@ -53,10 +53,7 @@ def save_quantized(
         return
     path = Path(path)
     if path.suffix in PICKLES:
-        raise ValueError(
-            f"save_quantized: {path.name} is a name for files of torch.save, and this one is of safetensors: write "
-            f"{path.with_suffix('.safetensors').name}"
-        )
+        raise ValueError(f"save_quantized: {path.name} is a name of files of torch.save; write {path.stem}.safetensors")
     if path.is_dir():
         raise IsADirectoryError(f"save_quantized: {path} is a folder; give the name of a file in it")
     if not path.parent.is_dir():

@@ -190,9 +190,7 @@ class FusedSource(Source):
         try:
             return join(matrices)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{self.path}: {name} cannot be made from {stored[0][0]} to {stored[-1][-1]}: {error}"
-            ) from error
+            raise ValueError(f"{self.path}: {name} cannot be made of {stored[0][0]} ...: {error}") from error
 
     def close(self) -> None:
         self.source.close()

@@ -233,10 +233,7 @@ class NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> Tensor:
-        raise RuntimeError(
-            "attention on a quantized KV cache has no gradient; train without a cache (use_cache=False), or run the "
-            "model under torch.no_grad()"
-        )
+        raise RuntimeError("attention on a quantized KV cache has no gradient; train with use_cache=False")
 
 
 _said: set[str] = set()

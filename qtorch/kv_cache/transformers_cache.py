@@ -27,10 +27,7 @@ def set_attention(model: Any) -> Any:
     if can is not None and can():
         model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        raise ValueError(
-            f"use_quantized_attention: {type(model).__name__} does not call transformers' attention functions. "
-            "A quantized cache works with it as it is, and gives it floats"
-        )
+        raise ValueError(f"use_quantized_attention: {type(model).__name__} does not call transformers' attention")
     return model
 
 
@@ -134,8 +131,7 @@ def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **
     ]
     if not any(isinstance(layer, _Quantized) for layer in layers):
         raise ValueError(
-            f"quantized_cache: {type(config).__name__} has layers {', '.join(sorted(set(types)))}, none of "
-            "which can be quantized so; use the cache that transformers makes"
+            f"quantized_cache: it takes no layer of {type(config).__name__}: {', '.join(sorted(set(types)))}"
         )
     return layers
 

@@ -170,10 +170,7 @@ class Budget:
             return budget
         if isinstance(budget, int | float) and not isinstance(budget, bool):
             if budget != int(budget) or budget <= 0:
-                raise ValueError(
-                    f"allocate: a number as budget counts bytes, a positive integer, got {budget}; for bits an element "
-                    f'write "{budget} bits"'
-                )
+                raise ValueError(f'allocate: a number as budget counts bytes, got {budget}; write "{budget} bits"')
             return cls(f"{int(budget):,} bytes", "bytes", int(budget))
         if not isinstance(budget, str):
             raise TypeError(f"allocate: budget is {FORMS}, got {budget!r}")

@@ -98,8 +98,7 @@ def _row(item: Item, inputs: Inputs, min_sqnr: float | None, known: dict[Any, li
     if not good:
         best = max(sqnr for _, sqnr in errors)
         raise ValueError(
-            f"fastest: {item.name}: no candidate has an SQNR of min_sqnr={min_sqnr} dB, the best has {best:.1f}; "
-            "add None, which leaves the weight in floating point"
+            f"fastest: {item.name}: no candidate has min_sqnr={min_sqnr}, the best {best:.1f} dB; add None"
         )
     nbytes = [nbytes_under(candidate, weight) for candidate in item.candidates]
     fastest_of = min(good, key=lambda option: times[option])

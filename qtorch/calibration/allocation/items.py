@@ -180,10 +180,7 @@ def interleaved_medians(
 def measure(items: Sequence[Item], rows: int) -> list[list[int]]:
     """Nanoseconds of a product of (rows, K) with each weight under each of its candidates."""
     if others := [item.name for item in items if not item.is_product]:
-        raise ValueError(
-            f"allocate: a budget of time is for linear layers, got {', '.join(others[:4])}; leave them out of the "
-            "candidates, or give a budget in bits or bytes"
-        )
+        raise ValueError(f"allocate: a budget of time is for linear layers, got {', '.join(others[:4])}; leave it out")
     known: dict[Any, list[int]] = {}
     return [product_times(item, rows, known) for item in items]
 

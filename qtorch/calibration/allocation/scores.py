@@ -86,10 +86,7 @@ class Rows(NamedTuple):
         named = isinstance(logits_of, Tensor) and logits_of.is_floating_point()
         values = logits_of if named else next(iter(tensors_of(output)), None)
         if values is None:
-            raise TypeError(
-                f"calibration: the output of the model, a {type(output).__name__}, holds no tensor in floating point; "
-                "give forward=, which returns one"
-            )
+            raise TypeError(f"calibration: a {type(output).__name__} holds no tensor in floating point; give forward=")
         if values.dim() == 0:
             values = values.reshape(1, 1)
         if mask is not None and mask.shape == values.shape[:-1]:

@@ -245,10 +245,7 @@ def _of_leaf(leaf: Any) -> Any:
         return leaf
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
         return ["array", _of_tensor(torch.as_tensor(leaf, device="cpu"))]
-    raise ValueError(
-        f"resume: a batch holds a {type(leaf).__name__}, which has no fingerprint; give batches of tensors, "
-        "numbers and text, or calibrate without resume="
-    )
+    raise ValueError(f"resume: a batch holds a {type(leaf).__name__}, want tensors, numbers and text")
 
 
 def _of_tensor(tensor: Tensor) -> Any:

@@ -75,7 +75,7 @@ class BitsAndBytesSource(FolderSource):
                  weight.absmax                            (N / blocksize) fp32, or uint8 if nested
                  weight.quant_map                         (16) fp32, the table
                  weight.nested_absmax, .nested_quant_map  of absmax, in blocks of nested_blocksize
-                 weight.quant_state.bitsandbytes__nf4     JSON text in bytes: shape, blocksize, dtype, nested_offset, ...
+                 weight.quant_state.bitsandbytes__nf4     JSON text: shape, blocksize, dtype, nested_offset, ...
                  w = table[q] * absmax,    nested: absmax = nested_quant_map[code] * nested_absmax + nested_offset
         8 bits   weight int8 (O, I), SCB fp32 (O)
                  w = q * SCB / 127
@@ -122,10 +122,7 @@ class BitsAndBytesSource(FolderSource):
         blocks = -(-count // state.blocksize)
         check_stored(folder, name, _BYTES, [None] * len(folder.stored[name].shape) if name in folder.stored else [])
         if folder.nbytes(name) != -(-count // 2):
-            raise ValueError(
-                f"{folder.file_of(name)}: {name} has {folder.nbytes(name)} bytes, codes of shape {state.shape} take "
-                f"{-(-count // 2)}"
-            )
+            raise ValueError(f"{folder.file_of(name)}: {name} has not the bytes of codes of shape {state.shape}")
         tensors = [name, stored_state, f"{name}.absmax", f"{name}.quant_map"]
         check_stored(folder, f"{name}.quant_map", [torch.float32], (16,))
         nested = state.nested_blocksize is not None
@@ -260,10 +257,7 @@ class HqqSource(FolderSource):
         rows = -(-groups // per_word)
         nbytes = rows * size * (4 if packing == "3bit_32" else 1)
         if folder.nbytes(codes) != nbytes or (packing != "3bit_32" and groups % per_word):
-            raise ValueError(
-                f"{where} has {folder.nbytes(codes)} bytes; {groups} groups of {size} in the packing {packing} have "
-                f"{nbytes}"
-            )
+            raise ValueError(f"{where} has {folder.nbytes(codes)} bytes; {groups} groups of {size} have {nbytes}")
         with folder.naming(codes):
             cut = Cut.of(shape[1], size, flattened=True)
         domain = ZeroPointDomain.FRACTIONAL

@@ -48,10 +48,7 @@ class Cut(NamedTuple):
         """The largest parts that divide the block and the axis; `flattened` blocks may hold parts of several rows."""
         part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):
-            raise ValueError(
-                f"groups of {block} in rows of {size} end inside rows; equal groups would have {part} elements, and "
-                "their scales more bytes than the weight has in 16 bits: dequantize this weight, and quantize it anew"
-            )
+            raise ValueError(f"groups of {block} end inside rows of {size}; dequantize this weight, quantize it anew")
         return cls(size, block, part)
 
     def copies(self, scale: Tensor, axis: int) -> Tensor:
@@ -247,10 +244,7 @@ def unpack_either(packed: Tensor, bits: int, length: int, dense: bool | None) ->
     words = packed.shape[1]
     is_dense, is_padded = words == dense_words(length, bits), words == padded_words(length, bits)
     if not is_dense and not is_padded:
-        raise ValueError(
-            f"rows of {length} codes of {bits} bits take {dense_words(length, bits)} words, or "
-            f"{padded_words(length, bits)} up to version 0.17, got {words}"
-        )
+        raise ValueError(f"rows of {length} codes of {bits} bits do not take {words} words in either packing")
     if is_dense and is_padded and WORD % bits:
         used = WORD // bits * bits
         has_padding = not bool(((packed >> used) & (2 ** (WORD - used) - 1)).any())

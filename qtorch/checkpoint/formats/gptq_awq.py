@@ -95,10 +95,7 @@ class GptqSource(FolderSource):
         if config.get("is_marlin_format"):
             name = "marlin"
         if name not in GPTQ:
-            raise ValueError(
-                f"{self.path}: checkpoint_format is {name!r:.40}, which is not read; known: {', '.join(GPTQ)}. "
-                "Convert it by GPTQModel, or quantize the original model"
-            )
+            raise ValueError(f"{self.path}: checkpoint_format is {name!r:.40}, read are {', '.join(GPTQ)}")
         packing, meta = GPTQ[name], config.get("meta")
         if packing.minus_one and "gptqmodel" in str(meta.get("quantizer") if isinstance(meta, dict) else ""):
             packing = replace(packing, borrows=True)
@@ -118,10 +115,7 @@ class AwqSource(FolderSource):
         config = self.config()
         version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm")
         if version.lower() != "gemm":
-            raise ValueError(
-                f"{self.path}: AWQ of version {version!r:.40} is not read, only 'gemm': save it by AutoAWQ with "
-                "version='gemm', or quantize the original model"
-            )
+            raise ValueError(f"{self.path}: AWQ of version {version!r:.40} is not read; save it with version='gemm'")
         bits = config.get("bits", config.get("w_bit", 4))
         if bits != 4:
             raise ValueError(f"{self.path}: AWQ of {bits!r:.40} bits is not read, only 4; use the format gptq")
@@ -141,10 +135,7 @@ class AutoRoundSource(FolderSource):
         config = self.config()
         packing = str(config.get("packing_format") or next(iter(AUTO_ROUND)))
         if packing not in AUTO_ROUND:
-            raise ValueError(
-                f"{self.path}: packing_format is {packing!r:.60}, which is not read; known: {', '.join(AUTO_ROUND)}. "
-                "Export it by AutoRound in one of these, or in format llm_compressor as a folder of compressed-tensors"
-            )
+            raise ValueError(f"{self.path}: packing_format is {packing!r:.60}, not one of {', '.join(AUTO_ROUND)}")
         return _weights(self, AUTO_ROUND[packing], blocks.group_sizes(config))
 
 

@@ -70,10 +70,7 @@ def _check(path: Path, source: Path) -> None:
         return
     target = path.resolve()
     if not any(target.is_relative_to(folder) for folder in allowed):
-        raise ValueError(
-            f"{path} is a link to {target}, outside of the folder, and would be copied from there: put the file "
-            "itself in its place, or remove the link"
-        )
+        raise ValueError(f"{path} is a link to {target}, outside of the folder; put the file in its place")
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path}: it has {path.stat().st_size} bytes; files beside weights have at most {MAX_BYTES}")
 

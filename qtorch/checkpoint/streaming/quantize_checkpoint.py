@@ -192,10 +192,7 @@ def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
     if format != OWN_FORMAT:
         save_format(format)
     if format == OWN_FORMAT and dst.suffix != ".safetensors":
-        raise ValueError(
-            f"{function}: the format {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got dst={dst}; "
-            f"folders are written by {', '.join(map(repr, sorted(SAVE_FORMATS)))}"
-        )
+        raise ValueError(f"{function}: {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got {dst=!s}")
     if len(os.fsencode(dst.name)) > _MAX_NAME:
         raise ValueError(f"{function}: {dst.name!r:.80} has more than {_MAX_NAME} bytes; files are named after it")
     if format in SAVE_FORMATS:

@@ -328,10 +328,7 @@ def onnx(
     for name, scheme in schemes.items():
         spec = scheme.activation
         if spec is not None and (spec.dtype.format is not None or spec.scale_dtype == torch.float8_e8m0fnu):
-            raise ValueError(
-                f"onnx: {name} quantizes its input to {spec}, for which ONNX has no operators; use a weight-only "
-                "recipe of the same format"
-            )
+            raise ValueError(f"onnx: {name} quantizes its input to {spec}, which ONNX lacks; use a weight-only recipe")
     with torch.no_grad():
         program = torch.onnx.export(
             ready,

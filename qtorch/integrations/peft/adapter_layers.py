@@ -132,10 +132,7 @@ def requantize_merged() -> Iterator[None]:
 def requantized(base: QuantizedTensor, values: Tensor) -> nn.Parameter:
     """A frozen parameter with `values`, quantized as `base` is."""
     if not bool(values.isfinite().all()):
-        raise ValueError(
-            "NaN or infinite values in the merged weights, which no code represents: the adapter seems to be broken; "
-            "the base weight is unchanged"
-        )
+        raise ValueError("NaN or infinite values in the merged weights; the base weight is unchanged")
     return keep_attributes(nn.Parameter(base.quantized_like(values.detach()), requires_grad=False), base)
 
 
@@ -311,10 +308,7 @@ def adapt(layer: Any, base: nn.Module) -> None:
     while isinstance(root, BaseTunerLayer):
         root = root.base_layer
     if isinstance(layer, MultiheadAttention):
-        raise ValueError(
-            "LoRA on nn.MultiheadAttention adds to its weights in each forward, which are quantized here; leave it out "
-            "of target_modules, or in float: dequantize_(that module)"
-        )
+        raise ValueError("LoRA on nn.MultiheadAttention adds to quantized weights; leave it out of target_modules")
     if not any(is_frozen(root._parameters[name]) for name in names_of(layer, root)):
         return
     kind: Any = type(layer)

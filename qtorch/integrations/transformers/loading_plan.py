@@ -217,19 +217,13 @@ class Plan:
 def batches_of(model: Any, data: Iterable[Any], length: int) -> Iterable[Any]:
     """Batches for a model, of texts with the tokenizer of its folder."""
     if getattr(model.config, "is_encoder_decoder", False) or model.main_input_name != "input_ids":
-        raise ValueError(
-            f"QtorchConfig: {type(model).__name__} takes more than a text; give calibration= batches, such as "
-            "[dict(input_ids=..., decoder_input_ids=...)]"
-        )
+        raise ValueError(f"QtorchConfig: {type(model).__name__} takes more than a text; give calibration= batches")
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"QtorchConfig: calibration= is texts, and {model.name_or_path} has no tokenizer; give batches of tokens: "
-            f"{str(error).partition(chr(10))[0]}"
-        ) from error
+        raise ValueError(f"QtorchConfig: {model.name_or_path} has no tokenizer; give batches: {error}") from error
     return token_batches(data, tokenizer, length=length)
 
 

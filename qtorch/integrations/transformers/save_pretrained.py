@@ -124,9 +124,8 @@ def _resize_checked(
         new_rows = (new_num_tokens or rows) + -(new_num_tokens or rows) % (pad_to_multiple_of or 1)
         if new_rows != rows:
             raise ValueError(
-                f"resize_token_embeddings: the embedding or the head of this {type(self).__name__} is quantized, and "
-                f"its {rows} rows cannot become {new_rows}; resize before quantize_, or call "
-                "qtorch.dequantize_(model), resize, and quantize_ again"
+                f"resize_token_embeddings: a table of this {type(self).__name__} is quantized, and its {rows} rows "
+                f"cannot become {new_rows}; resize before quantize_, or dequantize_(model) first"
             )
     return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 

@@ -212,10 +212,7 @@ def _of_weight(spec: QuantSpec, shape: Sequence[int], weight_only: bool) -> Args
     if dtype.bits > 8:
         raise ValueError(f"has codes of {name}; the schemes have integers of 2 to 8 bits")
     if spec.has_zero_point and spec.zero_point_domain is not ZeroPointDomain.INT:
-        raise ValueError(
-            f"has zero points of the domain {spec.zero_point_domain.name}; the schemes have integers, "
-            "zero_point_domain=ZeroPointDomain.INT"
-        )
+        raise ValueError(f"has zero points of the domain {spec.zero_point_domain.name}; the schemes have those of INT")
     if not spec.has_zero_point and not dtype.is_signed:
         raise ValueError(f"has codes of {name} without zero points; the schemes have signed codes, int{dtype.bits}")
     if strategy == "tensor" and weight_only:

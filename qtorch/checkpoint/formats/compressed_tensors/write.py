@@ -95,10 +95,7 @@ def _floats(codes: Tensor, others: dict[str, Tensor], weights: Args) -> dict[str
     if weights.strategy == "tensor_group":
         empty = (scale.view(torch.uint8) == 0).repeat_interleave(codes.shape[1] // scale.shape[1], 1)
         if bool((codes[empty] & _MAGNITUDE).any()):
-            raise ValueError(
-                "has groups whose scale is zero in float8_e4m3fn, which stands for 2^-126 here and for 0 in the file; "
-                "use recipes_for_vllm()"
-            )
+            raise ValueError("has groups whose scale is zero in float8_e4m3fn; use recipes_for_vllm()")
         found["weight_global_scale"] = divisor_of(others["scale_scale"], scale).reshape(1)
     return found
 
@@ -158,10 +155,7 @@ class CompressedTensorsFormat(SaveFormat):
     def alias(self, name: str, original: str) -> None:
         names = [expert_names(self.model_config).in_checkpoint(each).rpartition(".")[0] for each in (name, original)]
         if names[1] in self.quantized:
-            raise ValueError(
-                f"{name} is tied to {original}, which is quantized; vLLM ties weights in floating point only: quantize "
-                "neither, or untie them"
-            )
+            raise ValueError(f"{name} is tied to {original}, which is quantized; vLLM ties floats alone: untie them")
         if names[1] in self.floats:
             self.floats.append(names[0])
 
@@ -238,8 +232,7 @@ def _with_scales_of_the_model(tensor: QuantizedTensor, scheme: str) -> Quantized
     rounded = scale.to(dtype)
     if not torch.equal(rounded.to(scale.dtype), scale):
         raise ValueError(
-            f"has scales in {scale.dtype}, and {scheme} uses them in {dtype}, the dtype of the model, to which they "
-            f"must be rounded before the codes are chosen: quantize with scale_dtype={dtype}, or "
-            "quantize_(model, recipes_for_vllm(model, recipe))"
+            f"has scales in {scale.dtype}, and {scheme} uses them in {dtype}, that of the model: quantize with "
+            f"scale_dtype={dtype}, or quantize_(model, recipes_for_vllm(model, recipe))"
         )
     return type(tensor).from_canonical(codes, {**others, "scale": rounded}, tensor.scheme)

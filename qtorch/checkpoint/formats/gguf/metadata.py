@@ -78,9 +78,7 @@ def architecture_of(config: Config) -> str:
         if model_type in architecture.model_types:
             return name
     known = ", ".join(each for architecture in ARCHITECTURES.values() for each in architecture.model_types)
-    raise ValueError(
-        f"model_type {model_type!r:.40} of config.json has no architecture of GGUF here; known are {known}"
-    )
+    raise ValueError(f"model_type {model_type!r:.40} has no architecture of GGUF here; known are {known}")
 
 
 def metadata_of(config: Config) -> dict[str, Any]:
@@ -138,9 +136,7 @@ def _check(config: Config, called: str) -> None:
         fixed["query_pre_attn_scalar"] = sizes[found["query_pre_attn_scalar"] == sizes[1]]
     for name, value in fixed.items():
         if found[name] not in (value, None):
-            raise ValueError(
-                f"{name} of config.json is {found[name]!r:.80}; llama.cpp computes {called} with {value!r:.80}"
-            )
+            raise ValueError(f"{name} is {found[name]!r:.80}; llama.cpp computes {called} with {value!r:.80}")
 
 
 def _ropes(config: Config) -> dict[str, Mapping[str, Any]]:
@@ -246,9 +242,7 @@ def write_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> No
     model = data["model"]
     is_bytes = model.get("type") == "BPE" and not model.get("byte_fallback")
     if model.get("type") != "BPE":
-        raise ValueError(
-            f"{folder / TOKENIZER}: a {model.get('type')} tokenizer; those of byte pairs (BPE) are written"
-        )
+        raise ValueError(f"{folder / TOKENIZER}: a {model.get('type')} tokenizer; byte pairs (BPE) are written")
     tokens = {number: token for token, number in model["vocab"].items()}
     types = {number: _type_of(token, model, is_bytes) for number, token in tokens.items()}
     for added in data.get("added_tokens", []):
@@ -308,6 +302,4 @@ def _split_of(data: Mapping[str, Any], folder: Path) -> str:
         if step.get("type") == "Split" and (name := SPLITS.get(step["pattern"].get("Regex"))):
             return name
     known = ", ".join(["gpt-2", *SPLITS.values()])
-    raise ValueError(
-        f"{folder / TOKENIZER}: it splits texts in a way that has no name here; known are those of {known}"
-    )
+    raise ValueError(f"{folder / TOKENIZER}: it splits texts in a way that has no name here, want one of {known}")

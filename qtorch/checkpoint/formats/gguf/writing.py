@@ -116,9 +116,7 @@ class GgufFormat(SaveFormat):
             bits = tensor.scheme.weight.dtype.bits
             recipe = next(recipe for most, recipe in reversed(_RECIPES.items()) if bits <= most)
             reason = problem or f"it is asked for in {asked}"
-            raise ValueError(
-                f"{reason}; quantize with {recipe}, whose numbers GGUF has, or write requantize=True to round once more"
-            )
+            raise ValueError(f"{reason}; quantize with {recipe}, or write requantize=True to round once more")
         self.requantized.append(name)
         return quantize(tensor.dequantize(torch.float32), asked or REQUANTIZED)
 
