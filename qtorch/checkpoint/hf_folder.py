@@ -214,9 +214,7 @@ class FolderSource(Source):
     left_out: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, folder: HFFolder, *, mmap: bool = False) -> None:
-        self.path = folder.path
-        self.folder = folder
-        self.mmap = mmap
+        self.path, self.folder, self.mmap = folder.path, folder, mmap
         self.weights: Mapping[str, StoredWeight] = self.find_weights()
         used = {stored for weight in self.weights.values() for stored in weight.tensors} | self.ignored()
         plain = folder.stored.keys() - used

@@ -95,14 +95,8 @@ def disk_offload(
     device = execution_device if execution_device is not None else next(model.parameters()).device
     weights = _write(model, offload_dir)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=device,
-        offload=True,
-        offload_buffers=offload_buffers,
-        weights_map=weights,
-        preload_module_classes=preload_module_classes,
-    )
+    given: Any = {"weights_map": weights, "preload_module_classes": preload_module_classes}
+    attach_align_device_hook(model, execution_device=device, offload=True, offload_buffers=offload_buffers, **given)
     return model
 
 

@@ -61,18 +61,13 @@ def attention(
             position_bias = position_bias[..., : key.shape[2]]
         one = rows == 1 and query.device.type == "cpu" and not dropout and not _records_gradients(query, key, value)
         if not softcap and s_aux is None and (not one or "cache" in kwargs):  # a paged cache
-            return sdpa_attention_forward(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                is_causal=is_causal,
-                position_bias=position_bias,
-                **kwargs,
-            )
+            given: Any = {
+                "dropout": dropout,
+                "scaling": scaling,
+                "is_causal": is_causal,
+                "position_bias": position_bias,
+            }
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **given, **kwargs)
     mask = _with_bias(attention_mask, position_bias, rows, key.tokens if stored else key.shape[2], query)
     causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if stored:

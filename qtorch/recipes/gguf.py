@@ -15,7 +15,7 @@ Source: ggml/src/ggml-quants.c.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,17 +52,10 @@ class _Affine(WeightRecipe):
 
     def linear_spec(self) -> LinearSpec:
         has_offset = self.mapping is MappingType.ASYMMETRIC
-        spec = QuantSpec(
-            qdtype(self.dtype),
-            PerGroup(BLOCK),
-            self.mapping,
-            ZeroPointDomain.OFFSET if has_offset else ZeroPointDomain.NONE,
-            self.scale_rule,
-            scale_dtype=torch.float16,
-            eps=SMALLEST,
-            quant_min=self.quant_min,
-            preserve_zero=not has_offset,
-        )
+        domain = ZeroPointDomain.OFFSET if has_offset else ZeroPointDomain.NONE
+        codes = qdtype(self.dtype), PerGroup(BLOCK), self.mapping, domain, self.scale_rule
+        scales: Any = {"scale_dtype": torch.float16, "eps": SMALLEST, "preserve_zero": not has_offset}
+        spec = QuantSpec(*codes, quant_min=self.quant_min, **scales)
         return LinearSpec(spec, layout=smallest_layout(spec.dtype))
 
 

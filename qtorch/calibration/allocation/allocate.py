@@ -30,6 +30,9 @@ from .allocation import Allocation
 from .items import Candidates, Item, find_items, measure, nbytes_under
 from .scores import Loss, Rows, score_weights
 
+Costs, Values = Sequence[Sequence[int]], Sequence[Sequence[float]]
+"""Of each item, those of its options."""
+
 
 class Swap(NamedTuple):
     """New options of some items, by index, and the change of the sum of scores that they say."""
@@ -48,9 +51,7 @@ class Improved(NamedTuple):
     kept: int
 
 
-def swaps(
-    options: Sequence[int], costs: Sequence[Sequence[int]], scores: Sequence[Sequence[float]], limit: int
-) -> list[Swap]:
+def swaps(options: Sequence[int], costs: Costs, scores: Values, limit: int) -> list[Swap]:
     """All changes of one weight or two that stay within the limit, those that the scores prefer first."""
     total = sum(cost[option] for cost, option in zip(costs, options))
     moves = [
@@ -103,12 +104,7 @@ def quantized(item: Item, option: int) -> nn.Parameter:
 
 
 def improve(
-    divergence: Divergence,
-    options: Sequence[int],
-    costs: Sequence[Sequence[int]],
-    scores: Sequence[Sequence[float]],
-    limit: int,
-    tries: int,
+    divergence: Divergence, options: Sequence[int], costs: Costs, scores: Values, limit: int, tries: int
 ) -> Improved:
     """Try up to `tries` swaps, and keep those by which the divergence falls."""
     items = divergence.items
@@ -213,13 +209,7 @@ class Frontier:
     the result is exact. What remains in the end is the best value for every limit: the curve of size and quality.
     """
 
-    def __init__(
-        self,
-        costs: Sequence[Sequence[int]],
-        values: Sequence[Sequence[float]],
-        limit: int | None = None,
-        states: int = STATES,
-    ) -> None:
+    def __init__(self, costs: Costs, values: Values, limit: int | None = None, states: int = STATES) -> None:
         self.cost, self.value = np.zeros(1, np.int64), np.zeros(1, np.float64)
         self.steps: list[tuple[np.ndarray, np.ndarray]] = []
         least = [min(options) for options in costs]
@@ -336,7 +326,7 @@ def allocate(
     given = data if isinstance(data, Data) or data is None else Data(data, forward, mask)
     for_scores, for_swaps = _split(given, refine, held_out)
     scores = score_weights(items, model, for_scores, gradients=gradients, loss=loss, rounding=rounding, seed=seed)
-    costs: Sequence[Sequence[int]] = sizes
+    costs: Costs = sizes
     if limit_of.is_time:
         costs = [[time * of.uses for time in times] for times, of in zip(measure(items, rows), scores)]
         _check_limit(limit_of, limit, costs, elements)
@@ -367,7 +357,7 @@ def allocate(
     return Allocation(rows_of, limit_of.text, limit, rest, measured, points, refined, recipes)
 
 
-def _check_limit(budget: Budget, limit: int, costs: Sequence[Sequence[int]], elements: int) -> None:
+def _check_limit(budget: Budget, limit: int, costs: Costs, elements: int) -> None:
     least = sum(map(min, costs))
     if least <= limit:
         return

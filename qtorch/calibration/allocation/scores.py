@@ -32,7 +32,7 @@ from ..engine import InOrder
 from ..rounding import Grid, Rounding
 from ..rounding.grid import loss as quadratic
 from ..statistics import SecondMoment, Statistic, Statistics
-from .items import Item
+from .items import Candidate, Item
 
 
 def activation_error(recipe: WeightRecipe) -> type[SecondMoment] | None:
@@ -214,20 +214,20 @@ def _scored(
 
 def _score(
     item: Item,
-    candidate: WeightRecipe | None,
-    of_matrices: Mapping[int | None, Any],
+    candidate: Candidate,
+    found: Mapping[int | None, Any],
     seen: OutputSensitivity,
     rounding: Rounding | None,
 ) -> float:
-    if candidate is None or not of_matrices:
+    if candidate is None or not found:
         return 0.0
     if rounding is not None and candidate.prunes:
         raise ValueError(f"allocate: {candidate} prunes weights, which rounding={rounding} does not; leave it out")
     weight, kind = item.matrix, activation_error(candidate)
     whole = None if rounding is not None else _nearest(candidate, weight)
-    total = sum(of_one[SecondMoment].rows for of_one in of_matrices.values())
+    total = sum(of_one[SecondMoment].rows for of_one in found.values())
     score = size = 0.0
-    for expert, statistics in of_matrices.items():
+    for expert, statistics in found.items():
         matrix = (weight if expert is None else weight[expert]).float()
         moment = statistics[SecondMoment].mean.to(matrix.device)
         if rounding is not None:

@@ -94,8 +94,7 @@ class _Calls:
     """When each module was called, as a context manager."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.count = 0
+        self.model, self.count = model, 0
         self.begun: dict[nn.Module, list[int]] = {}
 
     def __enter__(self) -> _Calls:

@@ -43,10 +43,7 @@ class Entry:
     """A tensor of torchao in a file: its class `kind` with attributes, and the stored name of each part."""
 
     def __init__(self, folder: HFFolder, name: str, kind: str, attributes: Mapping[str, Any]) -> None:
-        self.folder = folder
-        self.name = name
-        self.kind = kind
-        self.attributes = attributes
+        self.folder, self.name, self.kind, self.attributes = folder, name, kind, attributes
         parent, _, last = name.rpartition(".")
         prefix = f"{parent}._{last}_" if parent else f"_{last}_"
         self.tensors = {key.removeprefix(prefix): key for key in folder.stored if key.startswith(prefix)}

@@ -149,8 +149,7 @@ class FusedModel(nn.Module):
 
     def __init__(self, model: nn.Module, examples: tuple[Any, ...]) -> None:
         super().__init__()
-        self.model = model
-        self._examples = examples
+        self.model, self._examples = model, examples
         self._forget()
 
     def _forget(self) -> None:

@@ -57,50 +57,41 @@ def of_magnitude(adapter: str) -> dict[str, str]:
 # is the product of the quantized layer.
 
 
+def _magnitude(module: Any, adapter: str, x: Tensor, factors: Any, bias: Any = None, **more: Any) -> Any:
+    """PEFT's magnitude of an adapter with these factors (A, B), on the dequantized weight."""
+    base = SimpleNamespace(weight=nn.Parameter(module.get_base_layer().weight.dequantize(), False), bias=bias)
+    given = {"lora_A": factors[0], "lora_B": factors[1], "scaling": module.scaling[adapter], "base_layer": base}
+    return module.lora_magnitude_vector[adapter](x, **given, **more, **of_magnitude(adapter))
+
+
 def _linear_or_conv(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
     """`forward` of DoRA for `lora.Linear` and the convolutions."""
     dropout, base_result = module.lora_dropout[active_adapter], result
     if module.training and not isinstance(dropout, nn.Identity):
         x = dropout(x)
         base_result = module.base_layer(x.to(result.dtype))
-    base = module.get_base_layer()
-    return result + module.lora_magnitude_vector[active_adapter](
-        x,
-        lora_A=module.lora_A[active_adapter],
-        lora_B=module.lora_B[active_adapter],
-        scaling=module.scaling[active_adapter],
-        base_layer=SimpleNamespace(weight=nn.Parameter(base.weight.dequantize(), False), bias=base.bias),
-        base_result=base_result,
-        **of_magnitude(active_adapter),
-    )
+    factors, bias = (module.lora_A[active_adapter], module.lora_B[active_adapter]), module.get_base_layer().bias
+    made: Tensor = _magnitude(module, active_adapter, x, factors, bias, base_result=base_result)
+    return result + made
 
 
 def _embedding(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
     """`forward` of DoRA for `lora.Embedding`."""
-    norm_scale, of_adapter = module.lora_magnitude_vector[active_adapter](
-        x,
-        lora_A=module.lora_embedding_A[active_adapter].T,
-        lora_B=module.lora_embedding_B[active_adapter].T,
-        scaling=module.scaling[active_adapter],
-        base_layer=SimpleNamespace(weight=nn.Parameter(module.get_base_layer().weight.dequantize(), False)),
-        embed_fn=module._embed,
-        **of_magnitude(active_adapter),
-    )
+    factors = module.lora_embedding_A[active_adapter].T, module.lora_embedding_B[active_adapter].T
+    norm_scale, of_adapter = _magnitude(module, active_adapter, x, factors, embed_fn=module._embed)
     embed_scale = module._get_embed_scale()
     if embed_scale is not None:
         of_adapter = of_adapter * embed_scale.to(of_adapter.dtype)
-    return norm_scale * result + of_adapter
+    made: Tensor = norm_scale * result + of_adapter
+    return made
 
 
 VARIANTS = {
     variant: type(f"Quantized{variant.__name__}", (variant,), {"forward": staticmethod(forward)})
-    for variant, forward in (
-        (variants.DoraLinearVariant, _linear_or_conv),
-        (variants.DoraConv1dVariant, _linear_or_conv),
-        (variants.DoraConv2dVariant, _linear_or_conv),
-        (variants.DoraConv3dVariant, _linear_or_conv),
+    for variant, forward in [
+        *((getattr(variants, f"Dora{of}Variant"), _linear_or_conv) for of in ("Linear", "Conv1d", "Conv2d", "Conv3d")),
         (variants.DoraEmbeddingVariant, _embedding),
-    )
+    ]
 }
 """Variant whose forward looks at the base weight -> its class for quantized weights."""
 

@@ -35,7 +35,7 @@ def int8_weight_only(group_size: int | None = None, set_inductor_config: bool = 
     return recipes.int8_weight_only(group_size=group_size)
 
 
-@arguments(layout=translate.layout, layout_type=translate.layout)
+@arguments()
 def int4_weight_only(
     group_size: int = 128,
     layout: Any = None,
@@ -53,7 +53,7 @@ def int4_weight_only(
     return recipes.int4_weight_only(group_size, domain, layout=found, use_hqq=use_hqq)
 
 
-@arguments(layout=translate.layout, mapping_type=translate.mapping, act_mapping_type=translate.mapping)
+@arguments()
 def int8_dynamic_activation_int4_weight(
     group_size: int = 32,
     layout: Any = None,
@@ -66,12 +66,7 @@ def int8_dynamic_activation_int4_weight(
     return recipes.int8_dynamic_activation_int4_weight(group_size, mapping_type, act_mapping_type, layout=found)
 
 
-@arguments(
-    layout=translate.layout,
-    layout_type=translate.layout,
-    act_mapping_type=translate.mapping,
-    weight_only_decode=only(False),
-)
+@arguments(weight_only_decode=only(False))
 def int8_dynamic_activation_int8_weight(
     layout: Any = None,
     act_mapping_type: Any = MappingType.SYMMETRIC,
@@ -100,7 +95,7 @@ def float8_weight_only(weight_dtype: torch.dtype = E4M3, set_inductor_config: bo
     return recipes.float8_weight_only(weight_dtype)
 
 
-@arguments(granularity=translate.granularity, mm_config=translate.products)
+@arguments(granularity=translate.granularity)
 def float8_dynamic_activation_float8_weight(
     activation_dtype: torch.dtype = E4M3,
     weight_dtype: torch.dtype = E4M3,
@@ -112,7 +107,7 @@ def float8_dynamic_activation_float8_weight(
     return recipes.float8_dynamic_activation_float8_weight(granularity or PerTensor(), activation_dtype, weight_dtype)
 
 
-@arguments(scale=translate.scale, granularity=translate.granularity, mm_config=translate.products)
+@arguments(granularity=translate.granularity)
 def float8_static_activation_float8_weight(
     scale: torch.Tensor | float | None = None,
     activation_dtype: torch.dtype = E4M3,

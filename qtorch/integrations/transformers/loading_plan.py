@@ -93,10 +93,8 @@ class QtorchConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.targets = targets if isinstance(targets, str) else list(targets)
         self.on_misfit: OnMisfit = on_misfit
-        self.calibration = calibration
-        self.calibration_method = calibration_method
-        self.calibration_length = calibration_length
-        self.names = names
+        self.calibration, self.calibration_method = calibration, calibration_method
+        self.calibration_length, self.names = calibration_length, names
         # Not "dtype": transformers turns the values of keys of that name into dtypes.
         self.model_dtype = model_dtype
         self.base_model = None if base_model is None else name_on_hub(base_model)
@@ -273,8 +271,7 @@ class StoredWeights:
 
     def __init__(self, files: Sequence[str], config: QtorchConfig, dtype: torch.dtype) -> None:
         self.index = Index()
-        self.config = config
-        self.dtype = dtype
+        self.config, self.dtype = config, dtype
         keys: dict[str, Path] = {}
         for path in map(Path, files):
             file = tensor_file.TensorFile(path)

@@ -99,8 +99,7 @@ class Deserialize(ConversionOps):
     """Tells transformers not to cast the parts to the dtype of the model."""
 
     def __init__(self, stored: StoredWeights, origins: Mapping[str, Origin]) -> None:
-        self.stored = stored
-        self.origins = origins
+        self.stored, self.origins = stored, origins
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any

@@ -30,15 +30,8 @@ from ....primitives import (
 from ....primitives.block_formats import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..blocks import integer_spec, symmetric_spec
 
-FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-    "mxfp8-quantized",
-)
+FORMATS: tuple[str, ...] = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 """The formats that are read."""
 
 STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
@@ -104,16 +97,9 @@ class Args:
         _require(scale_dtype is None or scale_dtype in SCALE_DTYPES, f"scale_dtype is {scale_dtype!r:.40}")
         if data.get("strategy") in (None, "group") and data.get("actorder") in ("group", "dynamic", True):
             raise ValueError("actorder 'group', columns sorted by their activations, has no representation here")
-        return cls(
-            bits,
-            kind,
-            symmetric,
-            strategy,
-            group_size if strategy in ("group", "tensor_group") else None,
-            _block_structure(fields.get("block_structure")) if strategy == "block" else None,
-            dynamic,
-            scale_dtype,
-        )
+        group_size = group_size if strategy in ("group", "tensor_group") else None
+        block = _block_structure(fields.get("block_structure")) if strategy == "block" else None
+        return cls(bits, kind, symmetric, strategy, group_size, block, dynamic, scale_dtype)
 
 
 @dataclass(frozen=True)
