@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +47,12 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     add("dst", type=Path, nargs="?", metavar="DST", help="not needed with --dry-run")
     add_recipe(parser, required=True)
     add_target(parser)
-    of_calibration = parser.add_argument_group("calibration").add_argument
-    of_calibration("--calibrate", type=Path, metavar="FILE|FOLDER", help="a text file, or a folder of them")
-    of_calibration("--method", choices=METHODS, default="auto", help="default auto; gptq takes less time")
-    of_calibration(
-        "--calibrate-tokens", type=positive, default=65536, metavar="N", help="tokens that are used; default 65536"
-    )
-    of_calibration(
-        "--calibrate-length", type=positive, default=512, metavar="N", help="tokens of a sequence; default 512"
-    )
+    calibration = parser.add_argument_group("calibration").add_argument
+    calibration("--calibrate", type=Path, metavar="FILE|FOLDER", help="a text file, or a folder of them")
+    calibration("--method", choices=METHODS, default="auto", help="default auto; gptq takes less time")
+    count = partial(calibration, type=positive, metavar="N")
+    count("--calibrate-tokens", default=65536, help="tokens that are used; default 65536")
+    count("--calibrate-length", default=512, help="tokens of a sequence; default 512")
     add("--dry-run", action="store_true", help="print the report, write nothing")
 
 
@@ -171,18 +169,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
         format = source.format
     total = sum(row["bytes"] for row in rows)
     quantized = sum(row["scheme"] is not None for row in rows)
-    data = {
-        "path": str(arguments.path),
-        "format": format,
-        "bytes": total,
-        "quantized": quantized,
-        "aliases": aliases,
-        "tensors": rows,
-    }
-    cells = [
-        (row["name"], "x".join(map(str, row["shape"])), row["dtype"], row["scheme"] or "", in_words(row["bytes"]))
-        for row in rows
-    ]
+    data = {"path": str(arguments.path), "format": format, "bytes": total, "quantized": quantized}
+    data |= {"aliases": aliases, "tensors": rows}
+    shapes = ["x".join(map(str, row["shape"])) for row in rows]
+    cells = [(r["name"], shape, r["dtype"], r["scheme"] or "", in_words(r["bytes"])) for r, shape in zip(rows, shapes)]
     table = format_table(("tensor", "shape", "dtype", "quantized", "size"), cells)
     lines = [table, *(f"{name} = {of}" for name, of in aliases.items())]
     lines.append(f"{format}: {len(rows)} tensors, {quantized} of them quantized, {in_words(total)}")

@@ -170,9 +170,8 @@ def _compare(arguments: argparse.Namespace) -> None:
     model, tokenizer = _load(arguments)
     reference, _ = _load(argparse.Namespace(**{**vars(arguments), **floats}))
     batches = token_batches(texts, tokenizer, length=arguments.length, tokens=arguments.limit)
-    found = compare_models(
-        model, reference, [on_device(each, model.device) for each in batches], shares=arguments.shares
-    )
+    batches = [on_device(each, model.device) for each in batches]
+    found = compare_models(model, reference, batches, shares=arguments.shares)
     if arguments.save is not None:
         found.save(arguments.save)
     show(arguments, found.to_json(), str(found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,15 +60,11 @@ def attention(
             attention_mask = attention_mask[..., : key.shape[2]]
         if position_bias is not None:
             position_bias = position_bias[..., : key.shape[2]]
-        one = rows == 1 and query.device.type == "cpu" and not dropout and not _records_gradients(query, key, value)
+        records = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        one = rows == 1 and query.device.type == "cpu" and not dropout and not records
         if not softcap and s_aux is None and (not one or "cache" in kwargs):  # a paged cache
-            given: Any = {
-                "dropout": dropout,
-                "scaling": scaling,
-                "is_causal": is_causal,
-                "position_bias": position_bias,
-            }
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **given, **kwargs)
+            kwargs |= {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     mask = _with_bias(attention_mask, position_bias, rows, key.tokens if stored else key.shape[2], query)
     causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if stored:
@@ -77,10 +74,6 @@ def attention(
         function = float_attention if one else attend
         out = function(query, key, value, mask, s_aux, scaling, float(softcap or 0), causal)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _records_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None, rows: int, tokens: int, query: Tensor) -> Tensor | None:
@@ -105,25 +98,18 @@ def make_cache(model: Any, spec: KVCacheSpec, max_length: int | None) -> Any:
     decoder = config.get_text_config(decoder=True)
     if max_length is None:
         cache: Any = QuantizedDynamicCache(decoder, spec)
+        of_encoder: Any = cache_utils.DynamicCache
     else:
         cache = QuantizedStaticCache(decoder, spec, max_length)
-    if not config.is_encoder_decoder:
-        return cache
-    other = (
-        cache_utils.DynamicCache()
-        if max_length is None
-        else cache_utils.StaticCache(config=decoder, max_cache_len=max_length)
-    )
-    return cache_utils.EncoderDecoderCache(cache, other)
+        of_encoder = partial(cache_utils.StaticCache, config=decoder, max_cache_len=max_length)
+    return cache_utils.EncoderDecoderCache(cache, of_encoder()) if config.is_encoder_decoder else cache
 
 
 def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **more: Any) -> list[Any]:
     """Layers as transformers makes them, those of some classes by a function of their arguments."""
     types, arguments = cache_utils.get_layer_types_and_kwargs(config)
-    layers = [
-        quantized.get(mapping[kind], mapping[kind])(**more, **given)
-        for kind, given in zip(types, arguments, strict=True)
-    ]
+    makers = [quantized.get(mapping[kind], mapping[kind]) for kind in types]
+    layers = [make(**more, **given) for make, given in zip(makers, arguments, strict=True)]
     if not any(isinstance(layer, _Quantized) for layer in layers):
         raise ValueError(
             f"quantized_cache: it takes no layer of {type(config).__name__}: {', '.join(sorted(set(types)))}"
@@ -138,9 +124,7 @@ class QuantizedDynamicCache(cache_utils.DynamicCache):
         quantized: dict[type, Any] = {cache_utils.DynamicLayer: lambda: QuantizedLayer(config, spec)}
         alone = spec.settled(growing=False)
         if alone.step == 1 and not alone.kept:
-            quantized[cache_utils.DynamicSlidingWindowLayer] = lambda **given: QuantizedSlidingLayer(
-                config, alone, **given
-            )
+            quantized[cache_utils.DynamicSlidingWindowLayer] = partial(QuantizedSlidingLayer, config, alone)
         layers = _layers(config, cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, quantized)
         cache_utils.Cache.__init__(self, layers=layers)
 
@@ -149,10 +133,8 @@ class QuantizedStaticCache(cache_utils.StaticCache):
     """A cache of fixed size; see `quantized_cache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
-        make = lambda max_cache_len: QuantizedStaticLayer(config, spec, max_cache_len)  # noqa: E731
-        layers = _layers(
-            config, cache_utils.STATIC_LAYER_TYPE_MAPPING, {cache_utils.StaticLayer: make}, max_cache_len=max_length
-        )
+        quantized = {cache_utils.StaticLayer: lambda max_cache_len: QuantizedStaticLayer(config, spec, max_cache_len)}
+        layers = _layers(config, cache_utils.STATIC_LAYER_TYPE_MAPPING, quantized, max_cache_len=max_length)
         cache_utils.Cache.__init__(self, layers=layers)
 
 

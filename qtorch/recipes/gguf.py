@@ -28,9 +28,9 @@ from ..primitives import (
     QuantSpec,
     ScaleRule,
     ZeroPointDomain,
-    qdtype,
 )
 from ..primitives.layouts.plain import smallest_layout
+from ..primitives.qdtype import qdtype
 from .base import WeightRecipe, register_recipe
 
 BLOCK = 32

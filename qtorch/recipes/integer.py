@@ -8,22 +8,9 @@ from typing import ClassVar
 import torch
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import (
-    Granularity,
-    HQQRule,
-    LinearSpec,
-    MappingType,
-    MinMaxRule,
-    PerAxis,
-    PerGroup,
-    PerRow,
-    PerToken,
-    QDType,
-    QuantSpec,
-    ScaleRule,
-    ZeroPointDomain,
-    qdtype,
-)
+from ..primitives import HQQRule, LinearSpec, MappingType, MinMaxRule, QuantSpec, ScaleRule, ZeroPointDomain
+from ..primitives.granularity import Granularity, PerAxis, PerGroup, PerRow, PerToken
+from ..primitives.qdtype import QDType, qdtype
 from .base import WeightRecipe, register_recipe
 
 
@@ -75,9 +62,8 @@ class _Grouped(WeightRecipe):
             raise ValueError(f"{self.name}: use_hqq=True is scale_rule=HQQRule(), got {self.scale_rule!r} too")
         rule = HQQRule() if self.use_hqq else self.scale_rule
         group, preserve_zero = PerGroup(self.group_size), not domain.adds_zero_point
-        return LinearSpec(
-            QuantSpec(dtype, group, mapping, domain, rule, preserve_zero=preserve_zero), layout=self.layout
-        )
+        weight = QuantSpec(dtype, group, mapping, domain, rule, preserve_zero=preserve_zero)
+        return LinearSpec(weight, layout=self.layout)
 
 
 class _SubByte(_Grouped):

@@ -192,12 +192,8 @@ def product_times(item: Item, rows: int, known: dict[Any, list[int]] | None = No
     key = (tuple(weight.shape), weight.dtype, weight.device, item.candidates, rows)
     if key not in known:
         x = torch.randn(rows, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-        known[key] = [
-            round(ns)
-            for ns in interleaved_medians(
-                [product(x, each.apply(weight) if each else weight) for each in item.candidates]
-            )
-        ]
+        products = [product(x, each.apply(weight) if each else weight) for each in item.candidates]
+        known[key] = [round(ns) for ns in interleaved_medians(products)]
     return known[key]
 
 

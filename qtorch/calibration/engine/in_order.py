@@ -138,10 +138,8 @@ class InOrder(Generic[M]):
         units = self.units()
         found = [unit.block for unit in units if unit.block is not None]
         keep = needed_outputs(self.model, self.forward, found)
-        streams = [
-            Stream(self.forward, found, len(self.batches), keep, self.progress.stream(name))
-            for name in ("quantized", "float")
-        ]
+        stores = map(self.progress.stream, ("quantized", "float"))
+        streams = [Stream(self.forward, found, len(self.batches), keep, store) for store in stores]
         self.quantized, self.of_float = streams
         for index, unit in enumerate(units):
             stays = self.weights.stay or unit.block is None

@@ -61,9 +61,8 @@ def trace(
     before = [weight for weight in weights if id(weight) not in holder and id(weight) in early]
     after = [weight for weight in weights if id(weight) not in holder and id(weight) not in early]
     parts = [(block, [weight for weight in weights if holder.get(id(weight)) is block]) for block in blocks]
-    units = [
-        Unit(block, _stages(mine, [use for _, use in uses])) for block, mine in [(None, before), *parts, (None, after)]
-    ]
+    used = [use for _, use in uses]
+    units = [Unit(block, _stages(mine, used)) for block, mine in [(None, before), *parts, (None, after)]]
     for stage in (stage for unit in units for stage in unit.stages):
         stage.adds = stage.once and len(stage.weights) == 1 and added.count(id(stage.weights[0])) == 1
     return [unit for unit in units if unit.stages or unit.block is not None]

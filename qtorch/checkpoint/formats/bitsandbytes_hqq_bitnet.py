@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 from ...dtypes import PackedLayout
-from ...primitives import (
-    AbsMeanRule,
-    CodebookSpec,
-    LinearSpec,
-    MappingType,
-    PerGroup,
-    PerRow,
-    QuantSpec,
-    ZeroPointDomain,
-    qdtype,
-)
+from ...primitives import AbsMeanRule, CodebookSpec, LinearSpec, MappingType, QuantSpec, ZeroPointDomain
 from ...primitives.codebooks import NF4_TABLE
 from ...primitives.files import naming, parse_json
+from ...primitives.granularity import PerGroup, PerRow
+from ...primitives.qdtype import qdtype
 from ...primitives.spec import Scheme
 from ...recipes.integer import int8_activation
 from ..hf_folder import DTYPES, FolderSource, HFFolder, Parts, StoredWeight
@@ -363,9 +355,8 @@ class BitnetSource(FolderSource):
             stored = folder.read(name)
             if dtype is torch.uint8:
                 # Codes of a byte are rows that lie apart: (R, I, 4) -> (4, R, I).
-                stored = (
-                    unpack_dense(stored.unsqueeze(-1), 2, _PER_BYTE).movedim(-1, 0).reshape(shape).to(torch.int8) - 1
-                )
+                rows = unpack_dense(stored.unsqueeze(-1), 2, _PER_BYTE).movedim(-1, 0)
+                stored = rows.reshape(shape).to(torch.int8) - 1
             codes = stored.clamp(-1, 1).to(torch.int8)
             if not torch.equal(codes.to(stored.dtype), stored):
                 raise ValueError("one of its codes is not -1, 0 or 1")

@@ -14,19 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...primitives import (
-    CodebookSpec,
-    Granularity,
-    LinearSpec,
-    MappingType,
-    PerGroup,
-    PerRow,
-    QDType,
-    QuantSpec,
-    ZeroPointDomain,
-    qdtype,
-)
+from ...primitives import CodebookSpec, LinearSpec, MappingType, QuantSpec, ZeroPointDomain
+from ...primitives.granularity import Granularity, PerGroup, PerRow
 from ...primitives.layouts.plain import smallest_layout
+from ...primitives.qdtype import QDType, qdtype
 from ...primitives.spec import Scheme
 from ..hf_folder import HFFolder
 

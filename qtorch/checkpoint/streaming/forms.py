@@ -150,9 +150,8 @@ class OwnForm(Form):
         root, *shards = files
         self.header.plain = list(self.plain)
         of_root, *places = self.places(len(files), target, root.path.parent)
-        self.header.shards = {
-            place.name: [tensor.name for tensor in shard.written] for place, shard in zip(places, shards, strict=True)
-        }
+        pairs = zip(places, shards, strict=True)
+        self.header.shards = {place.name: [tensor.name for tensor in shard.written] for place, shard in pairs}
         self.header.checksums = {tensor.name: tensor.crc32 for file in files for tensor in file.written}
         for shard in shards:
             shard.finish({})

@@ -199,10 +199,9 @@ def _counts_and_rows(journal: Any, names: Sequence[str]) -> tuple[list[int], lis
 
 
 def _row(data: Any) -> LayerReport:
-    calibration = data["calibration"]
-    return construct(
-        LayerReport, {**data, "calibration": None if calibration is None else construct(CalibrationReport, calibration)}
-    )
+    if data["calibration"] is not None:
+        data = {**data, "calibration": construct(CalibrationReport, data["calibration"])}
+    return construct(LayerReport, data)
 
 
 def open_any(path: Path) -> Source:

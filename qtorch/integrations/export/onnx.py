@@ -232,9 +232,8 @@ class Weights:
                 return found
             name += "_"
         tensor = self.ir.tensor(np.ascontiguousarray(array), name=name)
-        value = self.ir.Value(
-            name=name, shape=self.ir.Shape(array.shape), type=self.ir.TensorType(tensor.dtype), const_value=tensor
-        )
+        shape, type = self.ir.Shape(array.shape), self.ir.TensorType(tensor.dtype)
+        value = self.ir.Value(name=name, shape=shape, type=type, const_value=tensor)
         self.graph.register_initializer(value)
         return value
 

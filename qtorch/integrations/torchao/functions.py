@@ -141,22 +141,11 @@ def _layout(function: str, layout: Layout | None, layout_type: Layout | None) ->
     return layout or layout_type
 
 
-DEFAULT_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
-    None,
-    recipes.int8_weight_only(),
-    recipes.int8_dynamic_activation_int8_weight(),
-]
-DEFAULT_INT4_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
-    None,
-    recipes.int8_dynamic_activation_int8_weight(),
-    recipes.int4_weight_only(group_size=64),
-]
-OTHER_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
-    None,
-    recipes.float8_weight_only(),
-    recipes.float8_dynamic_activation_float8_weight(PerRow()),
-    recipes.float8_dynamic_activation_float8_weight(PerTensor()),
-]
+_W8, _W8A8 = recipes.int8_weight_only(), recipes.int8_dynamic_activation_int8_weight()
+_F8, _F8A8 = recipes.float8_weight_only(), recipes.float8_dynamic_activation_float8_weight
+DEFAULT_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [None, _W8, _W8A8]
+DEFAULT_INT4_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [None, _W8A8, recipes.int4_weight_only(group_size=64)]
+OTHER_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [None, _F8, _F8A8(PerRow()), _F8A8(PerTensor())]
 ALL_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = list(
     dict.fromkeys(DEFAULT_AUTOQUANT_CLASS_LIST + DEFAULT_INT4_AUTOQUANT_CLASS_LIST + OTHER_AUTOQUANT_CLASS_LIST)
 )

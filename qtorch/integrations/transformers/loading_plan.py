@@ -153,9 +153,8 @@ class Plan:
             if recipe.selects:
                 raise ValueError(f"QtorchConfig: {recipe} changes quantized weights: call quantize_ after loading")
         self._all = _tied(find_targets(model, given, None, config.targets), model)
-        skipped = HfQuantizer.get_modules_to_not_convert(
-            model, config.modules_to_not_convert, sorted(model._keep_in_fp32_modules or ())
-        )
+        in_fp32 = sorted(model._keep_in_fp32_modules or ())
+        skipped = HfQuantizer.get_modules_to_not_convert(model, config.modules_to_not_convert, in_fp32)
         for target in self._all:
             _skip(target, skipped, config)
         choose_fitting(self._all, config.on_misfit, _check_form)
@@ -242,13 +241,12 @@ def _skip(target: Target[Recipe], skipped: Sequence[str], config: QtorchConfig) 
     if target.recipe is None or all(should_convert_module(name, list(skipped)) for name in names):
         return
     by_default = config.modules_to_not_convert is None
+    left = "left by default: output layer, tied or last module" if by_default else "modules_to_not_convert"
     keys = config.recipe if isinstance(config.recipe, dict) else ()
     for slot in target.slots:
         if slot.recipe is not None and not (by_default and any(is_asked_by_name(key, slot) for key in keys)):
             slot.recipe, slot.refused = None, True
-            slot.reason = (
-                "left by default: output layer, tied or last module" if by_default else "modules_to_not_convert"
-            )
+            slot.reason = left
     asked = {str(slot.recipe): slot.label for slot in target.slots if slot.recipe is not None}
     if len(asked) > 1:
         what = ", ".join(f"{label}: {recipe}" for recipe, label in asked.items())

@@ -49,11 +49,10 @@ def origins(stored: Iterable[str], others: Iterable[str], conversions: list[Any]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     state = model.state_dict()
     found: dict[str, Origin] = {}
+    rename = core_model_loading.rename_source_key
     for name in sorted(stored, key=core_model_loading.dot_natural_key):
-        place, _ = core_model_loading.rename_source_key(name, renamings, [], model.base_model_prefix, state)
-        fused, pattern = core_model_loading.rename_source_key(
-            name, renamings, converters, model.base_model_prefix, state
-        )
+        place, _ = rename(name, renamings, [], model.base_model_prefix, state)
+        fused, pattern = rename(name, renamings, converters, model.base_model_prefix, state)
         if place in state or pattern is None or fused not in state:
             found[place] = Origin(None, {"": [name]})
         else:
@@ -115,19 +114,15 @@ class Deserialize(ConversionOps):
         run: Any = deepcopy(converter)
         run.collected_tensors = tensors
         made = run.convert(place, model=model, config=model.config)
-        return {
-            name: [placed(value[0] if isinstance(value, list) else value, model, name)] for name, value in made.items()
-        }
+        firsts = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: [placed(value, model, name)] for name, value in firsts.items()}
 
     def _tensors(self, names: list[str], parts: dict[str, Any]) -> list[QuantizedTensor]:
         """The tensors of these names, of each part a list in the same order."""
         given = {part: found for part, found in parts.items() if found}
         if any(len(found) != len(names) for found in given.values()):
             raise ValueError(f"{names[0]} to {names[-1]} are not quantized alike")
-        return [
-            self.stored.tensor(name, {part: found[index] for part, found in given.items()})
-            for index, name in enumerate(names)
-        ]
+        return [self.stored.tensor(name, {part: of[at] for part, of in given.items()}) for at, name in enumerate(names)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deserialize:
         return self
@@ -338,9 +333,8 @@ class QtorchHfQuantizer(HfQuantizer):
         self.trained = still_trained(model, self.trained)
         self._in_training = bool(in_training(model))
         # Experts in training run one after the other, as many as the router chooses: no graph holds them.
-        self._compiles = not any(
-            isinstance(p, QuantizedTensor) and p.trains and p.dim() == 3 for p in model.parameters()
-        )
+        stacks = [p for p in model.parameters() if isinstance(p, QuantizedTensor) and p.dim() == 3]
+        self._compiles = not any(stack.trains for stack in stacks)
 
     def is_serializable(self) -> bool:
         return True

@@ -1,6 +1,6 @@
 """A checkpoint of compressed-tensors, as a `Source`: weights stay packed, and their numbers are those of the package.
 
-What the tensors are is in `encode`. A module is quantized if it has a `weight_scale`; `config.Config` says how.
+What the tensors are is in `scheme`. A module is quantized if it has a `weight_scale`; `config_groups` says how.
 """
 
 from __future__ import annotations

@@ -67,11 +67,8 @@ def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | No
 
 def _is_left_out(model: nn.Module, target: Target[Recipe]) -> bool:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    return any(
-        slot.module is head or slot.module_name.rpartition(".")[2] in NOT_QUANTIZED
-        for slot in target.slots
-        if slot.kind.name == "linear"
-    )
+    linear = [slot for slot in target.slots if slot.kind.name == "linear"]
+    return any(slot.module is head or slot.module_name.rpartition(".")[2] in NOT_QUANTIZED for slot in linear)
 
 
 def adapted(recipe: Recipe, dtype: torch.dtype, tensor_scale: float | None) -> Recipe:
@@ -150,9 +147,7 @@ class Decision(NamedTuple):
 def _is_like(args: Args | None, pattern: Pattern | None) -> bool:
     if args is None or pattern is None:
         return args is None and pattern is None
-    return all(
-        getattr(args, name) in (values if isinstance(values, tuple) else (values,)) for name, values in pattern.items()
-    )
+    return all(getattr(args, name) in (of if isinstance(of, tuple) else (of,)) for name, of in pattern.items())
 
 
 _DYNAMIC = (True, "local")

@@ -112,11 +112,8 @@ class Digits:
 
     @classmethod
     def read(cls, data: Tensor) -> dict[str, Tensor]:
-        powers, fields = (
-            data.new_tensor([1, 3, 9, 27, 81]).reshape(1, 5, 1),
-            data.split([run for run, _ in cls.RUNS], 1),
-        )
-        pairs = zip(fields, cls.RUNS, strict=True)
+        powers = data.new_tensor([1, 3, 9, 27, 81]).reshape(1, 5, 1)
+        pairs = zip(data.split([run for run, _ in cls.RUNS], 1), cls.RUNS, strict=True)
         fractions = [(field.unsqueeze(1) * powers[:, :count]).flatten(1) for field, (_, count) in pairs]
         return {"codes": ((torch.cat(fractions, 1).to(torch.int16) * 3) >> 8).to(torch.uint8)}
 
@@ -178,9 +175,7 @@ class BlockType:
         parts = self.decode(data.reshape(-1, self.nbytes))
         groups = (*shape[:-1], shape[-1] // self.size * parts["scale"].shape[1])
         codes = parts.pop("codes").reshape(shape)
-        others = {
-            name: part.reshape(-1) if name.endswith("_scale") else part.reshape(groups) for name, part in parts.items()
-        }
+        others = {name: part.reshape(-1 if name.endswith("_scale") else groups) for name, part in parts.items()}
         if isinstance(self.spec, CodebookSpec):
             others["table"] = torch.tensor(self.spec.table, dtype=torch.float32, device="cpu")
         return quantized_type(scheme.weight).from_canonical(codes, others, scheme)
@@ -203,10 +198,8 @@ class BlockType:
     def encode(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The inverse of `decode`, of codes without zero points that are codes."""
         assert not isinstance(self.fields, int)
-        codes = {name: part for name, part in parts.items() if not part.dtype.is_floating_point}
-        shifted = {
-            name: (part.to(torch.int16) + self.zeros.get(name, 0)).to(torch.uint8) for name, part in codes.items()
-        }
+        codes = {name: part.to(torch.int16) for name, part in parts.items() if not part.dtype.is_floating_point}
+        shifted = {name: (part + self.zeros.get(name, 0)).to(torch.uint8) for name, part in codes.items()}
         return torch.cat([of.write({**parts, **shifted}) for of in self.fields], 1)
 
 

@@ -111,9 +111,8 @@ def _head_size(config: Config) -> int:
 
 
 def _rotated(config: Config) -> int:
-    return int(
-        _ropes(config)[""].get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) * _head_size(config)
-    )
+    factor = _ropes(config)[""].get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    return int(factor * _head_size(config))
 
 
 def _check(config: Config, called: str) -> None:
@@ -121,10 +120,8 @@ def _check(config: Config, called: str) -> None:
     found = {name: config.get(name, value) for name, value in fixed.items()}
     found["hidden_act"] = config.get("hidden_activation") or found["hidden_act"]
     if called in _WHOLE_HEADS:
-        fixed["head_dim"], found["head_dim"] = (
-            config["hidden_size"] // config["num_attention_heads"],
-            _head_size(config),
-        )
+        fixed["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        found["head_dim"] = _head_size(config)
     if period := _PERIODS.get(called):
         layers = config.get("num_hidden_layers") or 0
         kinds = ("sliding_attention", "full_attention")

@@ -154,7 +154,10 @@ class GgufFormat(SaveFormat):
         writer = gguf.GGUFWriter(path, metadata["general.architecture"])
         with ExitStack() as stack:
             stack.callback(writer.close)
-            _add_metadata(writer, metadata)
+            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            for key, value in metadata.items():
+                if key != "general.architecture":  # the writer's own
+                    add[type(value)](key, value)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             folder = source if self.tokenizer is None else Path(self.tokenizer)
             write_vocabulary(writer, folder, self.model_config)
@@ -163,24 +166,15 @@ class GgufFormat(SaveFormat):
                 file = TensorFile(part)
                 stack.callback(file.close)
                 tensors |= {name: file.map(name) for name in file.stored}
-            arrays = {
-                name: (t.view(torch.uint8) if t.dtype is torch.bfloat16 else t).numpy() for name, t in tensors.items()
-            }
-            for name, array in arrays.items():
+            arrays = [(t.view(torch.uint8) if t.dtype is torch.bfloat16 else t).numpy() for t in tensors.values()]
+            for name, array in zip(tensors, arrays, strict=True):
                 number = gguf.GGMLQuantizationType(NUMBERS[self.written.get(name, "F32")])
                 writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, raw_dtype=number)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for array in arrays.values():
+            for array in arrays:
                 writer.write_tensor_data(array)
-
-
-def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in metadata.items():
-        if key != "general.architecture":  # the writer's own
-            add[type(value)](key, value)
 
 
 def quantize(tensor: Tensor, name: str) -> tuple[str, Tensor]:
