@@ -93,13 +93,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, text, add_arguments, run, check_more in COMMANDS:
         about, _, more = text.partition("\n")
-        texts = {"help": about.rstrip("."), "description": f"{about}\n{more}"}
-        command = commands.add_parser(name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter)
+        form, more = argparse.RawDescriptionHelpFormatter, f"{about}\n{more}"
+        command = commands.add_parser(name, help=about.rstrip("."), description=more, formatter_class=form)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.add_argument("--threads", type=positive, metavar="N", help="threads of the CPU; by default all cores")
         add_arguments(command)
-        command.set_defaults(run=run, checks=filter(None, (check, check_more)))
+        command.set_defaults(run=run, checks=[*filter(None, (check, check_more))])
     given = parser.parse_args(arguments)
     for each in given.checks:
         each(given)

@@ -30,7 +30,8 @@ from .allocation import Allocation
 from .items import Candidates, Item, find_items, measure, nbytes_under
 from .scores import Loss, Rows, score_weights
 
-Costs, Values = Sequence[Sequence[int]], Sequence[Sequence[float]]
+Costs = Sequence[Sequence[int]]
+Values = Sequence[Sequence[float]]
 """Of each item, those of its options."""
 
 

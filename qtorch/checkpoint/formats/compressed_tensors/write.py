@@ -211,9 +211,8 @@ def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tenso
 def serve(module: str, tensor: QuantizedTensor) -> tuple[Group, str]:
     """The group of a quantized matrix, in the first format that vLLM has a scheme for, and the name of the scheme; the
     name of the module tells experts and embeddings from linear layers."""
-    table = EMBEDDING if module.rpartition(".")[2] in _EMBEDDINGS else LINEAR
-    if _EXPERT.fullmatch(module):
-        table = EXPERTS
+    is_embedding = module.rpartition(".")[2] in _EMBEDDINGS
+    table = EXPERTS if _EXPERT.fullmatch(module) else EMBEDDING if is_embedding else LINEAR
     weights, inputs = args_of(tensor)
     problems = []
     for format in formats_of(weights, inputs):
