@@ -133,8 +133,9 @@ class QuantizedStaticCache(cache_utils.StaticCache):
     """A cache of fixed size; see `quantized_cache`."""
 
     def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
-        quantized = {cache_utils.StaticLayer: lambda max_cache_len: QuantizedStaticLayer(config, spec, max_cache_len)}
-        layers = _layers(config, cache_utils.STATIC_LAYER_TYPE_MAPPING, quantized, max_cache_len=max_length)
+        make = lambda max_cache_len: QuantizedStaticLayer(config, spec, max_cache_len)  # noqa: E731
+        mapping = cache_utils.STATIC_LAYER_TYPE_MAPPING
+        layers = _layers(config, mapping, {cache_utils.StaticLayer: make}, max_cache_len=max_length)
         cache_utils.Cache.__init__(self, layers=layers)
 
 

@@ -105,8 +105,9 @@ def _group(entry: Any, overall: Any) -> tuple[list[str], Group]:
         format = overall
     if format not in (None, "dense", *FORMATS):
         raise ValueError(f"the format {format!r:.40} is not read; known are {', '.join((*FORMATS, MIXED))}")
-    given = (entry.get("weights"), entry.get("input_activations"))
-    return targets, Group(*(None if each is None else Args.parse(each) for each in given), format)
+    given = [entry.get(part) for part in ("weights", "input_activations")]
+    weights, inputs = (None if part is None else Args.parse(part) for part in given)
+    return targets, Group(weights, inputs, format)
 
 
 # `config_groups` and `ignore`: which modules are quantized how, in words that vLLM and the package read alike.

@@ -154,7 +154,7 @@ class GgufFormat(SaveFormat):
         writer = gguf.GGUFWriter(path, metadata["general.architecture"])
         with ExitStack() as stack:
             stack.callback(writer.close)
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            add: Any = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
             for key, value in metadata.items():
                 if key != "general.architecture":  # the writer's own
                     add[type(value)](key, value)
