@@ -62,11 +62,7 @@ class _Affine(WeightRecipe):
 @register_recipe("gguf_q8_0")
 @dataclass(frozen=True)
 class GgufQ8_0(_Affine):
-    """Weights in Q8_0 of GGUF: int8, 8.5 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q8_0 of GGUF: int8, 8.5 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping, quant_min = "int8", MappingType.SYMMETRIC, -127
 
@@ -74,11 +70,7 @@ class GgufQ8_0(_Affine):
 @register_recipe("gguf_q5_0")
 @dataclass(frozen=True)
 class GgufQ5_0(_Affine):
-    """Weights in Q5_0 of GGUF: signed codes of 5 bits, 5.5 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q5_0 of GGUF: signed codes of 5 bits, 5.5 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping = "int5", MappingType.SYMMETRIC_SIGNED
 
@@ -86,11 +78,7 @@ class GgufQ5_0(_Affine):
 @register_recipe("gguf_q5_1")
 @dataclass(frozen=True)
 class GgufQ5_1(_Affine):
-    """Weights in Q5_1 of GGUF: codes of 5 bits and an offset, 6 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q5_1 of GGUF: codes of 5 bits and an offset, 6 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping = "uint5", MappingType.ASYMMETRIC
 
@@ -98,11 +86,7 @@ class GgufQ5_1(_Affine):
 @register_recipe("gguf_q4_0")
 @dataclass(frozen=True)
 class GgufQ4_0(_Affine):
-    """Weights in Q4_0 of GGUF: signed codes of 4 bits, 4.5 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q4_0 of GGUF: signed codes of 4 bits, 4.5 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping = "int4", MappingType.SYMMETRIC_SIGNED
 
@@ -110,11 +94,7 @@ class GgufQ4_0(_Affine):
 @register_recipe("gguf_q4_1")
 @dataclass(frozen=True)
 class GgufQ4_1(_Affine):
-    """Weights in Q4_1 of GGUF: codes of 4 bits and an offset, 5 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q4_1 of GGUF: codes of 4 bits and an offset, 5 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping = "uint4", MappingType.ASYMMETRIC
 
