@@ -111,9 +111,8 @@ def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **
     makers = [quantized.get(mapping[kind], mapping[kind]) for kind in types]
     layers = [make(**more, **given) for make, given in zip(makers, arguments, strict=True)]
     if not any(isinstance(layer, _Quantized) for layer in layers):
-        raise ValueError(
-            f"quantized_cache: it takes no layer of {type(config).__name__}: {', '.join(sorted(set(types)))}"
-        )
+        name, kinds = type(config).__name__, ", ".join(sorted(set(types)))
+        raise ValueError(f"quantized_cache: {name} has layers {kinds}, none of which can be quantized")
     return layers
 
 

@@ -233,9 +233,11 @@ def unpack_either(packed: Tensor, bits: int, length: int, dense: bool | None) ->
     if packed.dtype is not torch.int32 or packed.dim() != 2:
         raise ValueError(f"packed codes are rows of int32, got {packed.dtype} of shape {tuple(packed.shape)}")
     words = packed.shape[1]
-    is_dense, is_padded = words == dense_words(length, bits), words == padded_words(length, bits)
-    if not is_dense and not is_padded:
-        raise ValueError(f"rows of {length} codes of {bits} bits do not take {words} words in either packing")
+    takes = dense_words(length, bits), padded_words(length, bits)
+    is_dense, is_padded = (words == each for each in takes)
+    if words not in takes:
+        found = f"{takes[0]} words, or {takes[1]} up to version 0.17, got {words}"
+        raise ValueError(f"rows of {length} codes of {bits} bits take {found}")
     if is_dense and is_padded and WORD % bits:
         used = WORD // bits * bits
         has_padding = not bool(((packed >> used) & (2 ** (WORD - used) - 1)).any())

@@ -44,7 +44,7 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
         raise ValueError(f"compile_generate: {type(model).__name__} does not generate from ids")
     if max_length <= WARM_UP or sequences < 1:
         raise ValueError(
-            f"compile_generate: takes max_length > {WARM_UP}, sequences > 0, got {max_length}, {sequences}"
+            f"compile_generate: got {max_length=} and {sequences=}, want more than {WARM_UP} tokens and a sequence"
         )
     if model.device.type == "cpu" and model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
         with contextlib.suppress(ValueError):  # a model with attention of its own keeps it
