@@ -113,8 +113,9 @@ class BitsAndBytesSource(FolderSource):
         count = math.prod(state.shape)
         blocks = -(-count // state.blocksize)
         check_stored(folder, name, _BYTES, [None] * len(folder.stored[name].shape) if name in folder.stored else [])
-        if folder.nbytes(name) != -(-count // 2):
-            raise ValueError(f"{folder.file_of(name)}: {name} has not the bytes of codes of shape {state.shape}")
+        if (found := folder.nbytes(name)) != (needed := -(-count // 2)):
+            has = f"{name} has {found} bytes, codes of shape {state.shape} take {needed}"
+            raise ValueError(f"{folder.file_of(name)}: {has}")
         tensors = [name, stored_state, f"{name}.absmax", f"{name}.quant_map"]
         check_stored(folder, f"{name}.quant_map", [torch.float32], (16,))
         nested = state.nested_blocksize is not None

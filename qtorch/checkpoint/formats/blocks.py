@@ -39,7 +39,7 @@ class Cut(NamedTuple):
         """The largest parts that divide the block and the axis; `flattened` blocks may hold parts of several rows."""
         part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):
-            raise ValueError(f"groups of {block} end inside rows of {size}; dequantize this weight, quantize it anew")
+            raise ValueError(f"groups of {block} in rows of {size} end inside rows; dequantize this weight")
         return cls(size, block, part)
 
     def copies(self, scale: Tensor, axis: int) -> Tensor:

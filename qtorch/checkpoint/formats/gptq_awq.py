@@ -95,7 +95,9 @@ class GptqSource(FolderSource):
         if config.get("is_marlin_format"):
             name = "marlin"
         if name not in GPTQ:
-            raise ValueError(f"{self.path}: checkpoint_format is {name!r:.40}, read are {', '.join(GPTQ)}")
+            raise ValueError(
+                f"{self.path}: checkpoint_format is {name!r:.40}, which is not read; known: {', '.join(GPTQ)}"
+            )
         packing, meta = GPTQ[name], config.get("meta")
         if packing.minus_one and "gptqmodel" in str(meta.get("quantizer") if isinstance(meta, dict) else ""):
             packing = replace(packing, borrows=True)
@@ -115,7 +117,7 @@ class AwqSource(FolderSource):
         config = self.config()
         version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm")
         if version.lower() != "gemm":
-            raise ValueError(f"{self.path}: AWQ of version {version!r:.40} is not read; save it with version='gemm'")
+            raise ValueError(f"{self.path}: AWQ of version {version!r:.40} is not read, only 'gemm'")
         bits = config.get("bits", config.get("w_bit", 4))
         if bits != 4:
             raise ValueError(f"{self.path}: AWQ of {bits!r:.40} bits is not read, only 4; use the format gptq")
@@ -135,7 +137,7 @@ class AutoRoundSource(FolderSource):
         config = self.config()
         packing = str(config.get("packing_format") or next(iter(AUTO_ROUND)))
         if packing not in AUTO_ROUND:
-            raise ValueError(f"{self.path}: packing_format is {packing!r:.60}, not one of {', '.join(AUTO_ROUND)}")
+            raise ValueError(f"{self.path}: packing_format is {packing!r:.60}, which is not read")
         return _weights(self, AUTO_ROUND[packing], blocks.group_sizes(config))
 
 

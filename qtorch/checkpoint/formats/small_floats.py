@@ -147,13 +147,15 @@ class ModeloptSource(FolderSource):
         settings = config if self.folder.quantization_config else config.get("quantization")
         algorithm = settings.get("quant_algo") if isinstance(settings, dict) else None
         if algorithm is not None and algorithm not in _ALGORITHMS:
-            raise ValueError(f"{self.path}: quant_algo is {algorithm!r:.40}, not one of {', '.join(_ALGORITHMS)}")
+            known = ", ".join(_ALGORITHMS)
+            raise ValueError(f"{self.path}: quant_algo is {algorithm!r:.40}, which is not read; known: {known}")
         return {f"{name}.weight": self._weight(name) for name in with_suffix(self.folder, ".weight_scale")}
 
     def _weight(self, name: str) -> StoredWeight:
         folder, weight, scale = self.folder, f"{name}.weight", f"{name}.weight_scale"
         if f"{name}.pre_quant_scale" in folder.stored:
-            raise ValueError(f"{folder.file_of(scale)}: {name}.pre_quant_scale has no place in the model; fold it")
+            multiplies = f"{name}.pre_quant_scale multiplies the input of {weight}"
+            raise ValueError(f"{folder.file_of(scale)}: {multiplies}, which has no place in the model; fold it")
         if f"{name}.weight_scale_2" in folder.stored:
             return self._nvfp4(weight, scale, f"{name}.weight_scale_2")
         shape = folder.stored[scale].shape

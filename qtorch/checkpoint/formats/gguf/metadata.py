@@ -133,7 +133,8 @@ def _check(config: Config, called: str) -> None:
         fixed["query_pre_attn_scalar"] = sizes[found["query_pre_attn_scalar"] == sizes[1]]
     for name, value in fixed.items():
         if found[name] not in (value, None):
-            raise ValueError(f"{name} is {found[name]!r:.80}; llama.cpp computes {called} with {value!r:.80}")
+            of_config = f"{name} of config.json is {found[name]!r:.80}"
+            raise ValueError(f"{of_config}; llama.cpp computes {called} with {value!r:.80}")
 
 
 def _ropes(config: Config) -> dict[str, Mapping[str, Any]]:
@@ -239,7 +240,7 @@ def write_vocabulary(writer: Any, folder: Path, config: Mapping[str, Any]) -> No
     model = data["model"]
     is_bytes = model.get("type") == "BPE" and not model.get("byte_fallback")
     if model.get("type") != "BPE":
-        raise ValueError(f"{folder / TOKENIZER}: a {model.get('type')} tokenizer; byte pairs (BPE) are written")
+        raise ValueError(f"{folder / TOKENIZER}: a {model.get('type')} tokenizer; those of byte pairs are written")
     tokens = {number: token for token, number in model["vocab"].items()}
     types = {number: _type_of(token, model, is_bytes) for number, token in tokens.items()}
     for added in data.get("added_tokens", []):
