@@ -78,7 +78,7 @@ def architecture_of(config: Config) -> str:
         if model_type in architecture.model_types:
             return name
     known = ", ".join(each for architecture in ARCHITECTURES.values() for each in architecture.model_types)
-    raise ValueError(f"model_type {model_type!r:.40} has no architecture of GGUF here; known are {known}")
+    raise ValueError(f"model_type {model_type!r:.40} of config.json has no architecture; known are {known}")
 
 
 def metadata_of(config: Config) -> dict[str, Any]:
