@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from . import calibration, kv_cache, training  # noqa: F401
     from .checkpoint import load_quantized, save_quantized
     from .checkpoint.formats.compressed_tensors import recipes_for_vllm
-    from .checkpoint.streaming.quantize_checkpoint import convert_checkpoint, quantize_checkpoint
-    from .checkpoint.streaming.save_gguf import save_gguf
+    from .checkpoint.streaming.quantize_checkpoint import convert_checkpoint, quantize_checkpoint, save_gguf
     from .integrations import export, torchao  # noqa: F401
     from .integrations.fusion import fuse_convolutions
     from .model.uses import find_uses
@@ -113,8 +112,7 @@ _ON_USE = {
     "qtorch": ("calibration", "checkpoint", "kv_cache", "training"),
     "qtorch.checkpoint": ("load_quantized", "save_quantized"),
     "qtorch.checkpoint.formats.compressed_tensors": ("recipes_for_vllm",),
-    "qtorch.checkpoint.streaming.quantize_checkpoint": ("convert_checkpoint", "quantize_checkpoint"),
-    "qtorch.checkpoint.streaming.save_gguf": ("save_gguf",),
+    "qtorch.checkpoint.streaming.quantize_checkpoint": ("convert_checkpoint", "quantize_checkpoint", "save_gguf"),
     "qtorch.integrations": ("export", "torchao"),
     "qtorch.integrations.fusion": ("fuse_convolutions",),
     "qtorch.model.uses": ("find_uses",),

@@ -15,7 +15,7 @@ import qtorch
 from qtorch import load_quantized, quantize_, quantize_checkpoint
 from qtorch.calibration import AutoRound, auto, gptq
 from qtorch.calibration.engine.float_weights import Streamed
-from qtorch.checkpoint import folder_source
+from qtorch.checkpoint import hf_folder
 from qtorch.checkpoint.streaming.assignment import parameters_on_meta
 from qtorch.dtypes import QuantizedTensor
 from tests.calibration.test_resume import INT3, Model, assert_same, batches, bits, made
@@ -88,7 +88,7 @@ def test_it_may_die_at_any_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     recipe = gptq(INT3, batches(1))
     source = saved(made(), tmp_path / "float")
     reads, dies_at = 0, -1
-    read = folder_source.FolderSource.tensor
+    read = hf_folder.FolderSource.tensor
 
     def counted(self: Any, name: str) -> Tensor:
         nonlocal reads
@@ -97,7 +97,7 @@ def test_it_may_die_at_any_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             raise ZeroDivisionError
         return read(self, name)
 
-    monkeypatch.setattr(folder_source.FolderSource, "tensor", counted)
+    monkeypatch.setattr(hf_folder.FolderSource, "tensor", counted)
     (tmp_path / "whole").mkdir()
     quantize_checkpoint(source, tmp_path / "whole" / "q.safetensors", recipe, model=on_meta())
     total, chance, died = reads, random.Random(0), 0

@@ -123,7 +123,7 @@ def compiled_or_not_is_the_same_file(folder: Path) -> None:
     save_quantized(compiled.state_dict(), folder / "state.safetensors")
     equal(load_quantized(mlp(), folder / "state.safetensors"), plain)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("qtorch.checkpoint.save", "qtorch.checkpoint.tensor_file"):
+        for module in ("qtorch.checkpoint.save_load", "qtorch.checkpoint.tensor_file"):
             patch.setattr(f"{module}.plain_name", str)
         save_quantized(compiled, folder / "older.safetensors")
     assert b'"_orig_mod.0.weight' in (folder / "older.safetensors").read_bytes()

@@ -116,7 +116,7 @@ qtorch.integrations.accelerate.dispatch_model
 qtorch.integrations.peft.prepare_for_adapters
 qtorch.integrations.peft.initialize_from_quantization_error
 import accelerate.utils.other
-assert "qtorch.integrations.accelerate_files" in sys.modules
+assert "qtorch.integrations.accelerate" in sys.modules
 assert accelerate.utils.other.safe_save_file.__wrapped__
 try:
     qtorch.integrations.nothing

@@ -20,7 +20,7 @@ FLOORS: list[list[str]] = [
     ["model/explain", "model/install", "model/module_repr", "model/weight_kinds"],
     ["model/report", "model/targets"],
     ["checkpoint"],
-    ["calibration/captures", "calibration/data", "calibration/output_gradients", "calibration/statistics"],
+    ["calibration/captures", "calibration/data", "calibration/statistics"],
     ["calibration/engine"],
     ["recipes/base"],
     ["model"],

@@ -62,55 +62,6 @@ class RoundedMatrix:
         return replace(self, grid=grid, report=report)
 
 
-@torch.no_grad()
-def round_matrix(
-    weight: Tensor,
-    moments: SecondMoment,
-    spec: QuantSpec | CodebookSpec,
-    target: FloatTarget | None,
-    scales: ScaleSearch | None,
-    rounding: Rounding,
-    refine: Sequence[Refinement],
-    pruning: Callable[[Tensor], Tensor] | None = None,
-) -> RoundedMatrix:
-    """Round `weight` (N, K) for inputs with these `moments`; `pruning` is `WeightRecipe.kept` of recipes that prune.
-
-    Fewer tokens than inputs leave most of H unknown: then it is damped K / tokens times as much.
-    """
-    begun = time.perf_counter()
-    tokens = moments.count / weight.shape[1]
-    few = max(1.0, 1 / tokens)
-    target, rounding = target and target.damped(few), rounding.damped(few)
-    if scales is not None and tokens < scales.tokens:
-        scales = None
-    goal = weight.float()
-    moment = moments.mean.to(weight.device)
-    if target is not None and isinstance(moments, Moments) and moments.cross is not None:
-        residual = None if moments.residual is None else moments.residual.to(weight.device)
-        goal = target.of(goal, moment, moments.cross.to(weight.device), residual)
-    if isinstance(spec, RotatedSpec):
-        # Codes are chosen for the rotated weight, which meets rotated inputs.
-        goal, moment, spec = spec.rotated(goal), spec.rotated(spec.rotated(moment).t()), spec.unrotated
-    mask = None if pruning is None else pruning(saliency(goal, moment))
-    grid = Grid.of(goal, spec, weight.dtype, moment.diagonal(), mask)
-    nearest = relative_loss(goal - grid.values(), moment, goal)
-    starts = [grid] if scales is None else scales.starts(goal, moment, grid)
-    found = []
-    for start in starts:
-        damping = rounding.round(goal, moment, start)
-        refined = damped(moment, damping) if refine else moment
-        for step in refine:
-            start = step.refine(goal, refined, start)
-        found.append(start)
-    grid = found[0] if len(found) == 1 else best_rows(goal, moment, found)
-    error = relative_loss(goal - grid.values(), moment, goal)
-    steps = [*([] if scales is None else [scales]), rounding, *refine]
-    method = " + ".join([*([] if pruning is None else ["prune"]), *(type(step).__name__.lower() for step in steps)])
-    seconds = time.perf_counter() - begun
-    report = CalibrationReport(method, moments.rows, error, nearest, damping, seconds, inputs=weight.shape[1])
-    return RoundedMatrix(grid, goal, moment, report)
-
-
 def best_rows(goal: Tensor, moment: Tensor, grids: Sequence[Grid]) -> Grid:
     """Each row from the grid with the least error of its output; the whole of one if rows share scales or tables."""
     errors = torch.stack([loss(goal - grid.values(), moment) for grid in grids])
@@ -362,14 +313,49 @@ class CalibratedRecipe(WeightRecipe):
             rounded, Learnable(grids, lambda: [part.best_values() for part in rounded], as_parameter, with_grids)
         )
 
-    def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
+    def _rounded(self, weight: Tensor, moments: SecondMoment) -> RoundedMatrix:
+        """`weight` (N, K), rounded for inputs with these `moments`. Fewer tokens than inputs leave most of H unknown:
+        then it is damped K / tokens times as much."""
+        begun = time.perf_counter()
+        tokens = moments.count / weight.shape[1]
+        few = max(1.0, 1 / tokens)
+        target, rounding = self.target and self.target.damped(few), self.rounding.damped(few)
+        scales = None if self.scales is None or tokens < self.scales.tokens else self.scales
+        pruning = self.recipe.kept if self.recipe.prunes else None
         spec = self.linear_spec().weight
+        goal = weight.float()
+        moment = moments.mean.to(weight.device)
+        if target is not None and isinstance(moments, Moments) and moments.cross is not None:
+            residual = None if moments.residual is None else moments.residual.to(weight.device)
+            goal = target.of(goal, moment, moments.cross.to(weight.device), residual)
+        if isinstance(spec, RotatedSpec):
+            # Codes are chosen for the rotated weight, which meets rotated inputs.
+            goal, moment, spec = spec.rotated(goal), spec.rotated(spec.rotated(moment).t()), spec.unrotated
+        mask = None if pruning is None else pruning(saliency(goal, moment))
+        grid = Grid.of(goal, spec, weight.dtype, moment.diagonal(), mask)
+        nearest = relative_loss(goal - grid.values(), moment, goal)
+        starts = [grid] if scales is None else scales.starts(goal, moment, grid)
+        found = []
+        for start in starts:
+            damping = rounding.round(goal, moment, start)
+            refined = damped(moment, damping) if self.refine else moment
+            for step in self.refine:
+                start = step.refine(goal, refined, start)
+            found.append(start)
+        grid = found[0] if len(found) == 1 else best_rows(goal, moment, found)
+        error = relative_loss(goal - grid.values(), moment, goal)
+        steps = [*([] if scales is None else [scales]), rounding, *self.refine]
+        method = " + ".join([*([] if pruning is None else ["prune"]), *(type(step).__name__.lower() for step in steps)])
+        seconds = time.perf_counter() - begun
+        report = CalibrationReport(method, moments.rows, error, nearest, damping, seconds, inputs=weight.shape[1])
+        return RoundedMatrix(grid, goal, moment, report)
+
+    def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
         moments = statistics.get(self._moments)
         if isinstance(moments, SecondMoment) and moments.count:
-            pruning = self.recipe.kept if self.recipe.prunes else None
-            return round_matrix(weight, moments, spec, self.target, self.scales, self.rounding, self.refine, pruning)
+            return self._rounded(weight, moments)
         no_inputs = statistics.get(NoInputs)
         reason = no_inputs.reason if isinstance(no_inputs, NoInputs) else "not used by the data"
         if self.strict:
             raise ValueError(f"the weight cannot be calibrated: {reason}; leave out strict=True to round it to nearest")
-        return RoundedMatrix.nearest(self.recipe.prune(weight), spec, f"nearest: {reason}")
+        return RoundedMatrix.nearest(self.recipe.prune(weight), self.linear_spec().weight, f"nearest: {reason}")

@@ -295,9 +295,7 @@ def _units(model: nn.Module, reference: nn.Module) -> list[_Unit]:
         try:
             units.setdefault(name, _Unit(name, modules[name], reference.get_submodule(name)))
         except AttributeError as error:
-            raise ValueError(
-                f"compare_models: the reference has no module {name}; give the float model that was quantized"
-            ) from error
+            raise ValueError(f"compare_models: the reference has no module {name}; give the float model") from error
     if not units:
         raise ValueError(f"compare_models: no weight of this {type(model).__name__} is quantized; call quantize_ first")
     return list(units.values())
@@ -327,10 +325,8 @@ def _fault(module: ModuleError, usual: float) -> str | None:
         found = f"its weight has {module.weight_sqnr:.1f} dB, most of its kind have {usual:.1f}"
         return f"{found}: it is not the float one, by its scales or the order of its channels"
     if module.clipped is not None and module.clipped > 1e-3:
-        return (
-            f"{module.clipped:.1%} of its inputs are outside its static range: choose it on more data, or by "
-            'observer="min_max"'
-        )
+        found = f"{module.clipped:.1%} of its inputs are outside its static range"
+        return f'{found}: choose it on more data, or by observer="min_max"'
     return None
 
 

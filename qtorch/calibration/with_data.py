@@ -42,10 +42,7 @@ def made_in_order(
     chosen = in_order(targets)
     if not chosen:
         if resume is not None:
-            raise Refused(
-                "resume= is for recipes that calibrate in the order of the model, such as "
-                "gptq(int4_weight_only(), batches); leave it out"
-            )
+            raise Refused("resume= is for recipes that calibrate in the order of the model; leave it out")
         return {}
     data = shared_data(chosen)
     if resume is None:

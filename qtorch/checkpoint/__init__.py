@@ -11,9 +11,8 @@ Checkpoints of other packages are read by the same function: each of their forma
 from importlib import import_module
 from types import ModuleType
 
-from . import folder_source, formats, sources  # noqa: F401 (register the formats)
-from .load import load_quantized
-from .save import save_quantized
+from . import formats, hf_folder, sources  # noqa: F401 (register the formats)
+from .save_load import load_quantized, save_quantized
 
 __all__ = ["load_quantized", "save_quantized"]
 

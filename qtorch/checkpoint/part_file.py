@@ -10,6 +10,7 @@ into a second file first, and are appended at the end, large elements before sma
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import stat
@@ -26,12 +27,12 @@ from .tensor_file import (
     ALIGNMENT,
     DTYPES,
     LENGTH_BYTES,
-    METADATA,
     NAMES,
     TensorFile,
     check_name,
     checksum,
     data_of,
+    header_of,
     nbytes_of,
 )
 
@@ -257,28 +258,20 @@ class PartFile:
         if self.is_finished:
             return
         part, odd = self._files
-        at = self.sizes[0]
-        entries = {tensor.name: tensor.start - self.begin for tensor in self.written if not tensor.is_odd}
-        order = sorted((t for t in self.written if t.is_odd), key=lambda t: -DTYPES[t.dtype].itemsize)
-        for tensor in order:
-            entries[tensor.name] = at - self.begin
+        order = sorted(self.written, key=lambda t: -DTYPES[t.dtype].itemsize if t.is_odd else -math.inf)
+        for tensor in [t for t in order if t.is_odd]:
             odd.seek(tensor.start)
             part.writelines(_chunks(odd, tensor.nbytes))
-            at += tensor.nbytes
-        of_name = {tensor.name: tensor for tensor in self.written}
-        header: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
-        for name, start in entries.items():
-            tensor = of_name[name]
-            offsets = [start, start + tensor.nbytes]
-            header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        if len(text) <= self.room:
-            _write_header(part, text.ljust(self.room))
+        rows = ((t.name, t.dtype, t.shape, t.nbytes) for t in order)
+        header = header_of({"format": "pt", **metadata}, rows, self.begin)
+        if len(header) == self.begin:
+            part.seek(0)
+            part.write(header)
         else:  # copied behind a larger one
             place = self.path.with_name(f"{self.path.name}.larger")
             place.unlink(missing_ok=True)
             self._files[0] = larger = _open(place)
-            _write_header(larger, text.ljust(len(text) + -(LENGTH_BYTES + len(text)) % ALIGNMENT))
+            larger.write(header)
             part.flush()
             part.seek(self.begin)
             shutil.copyfileobj(part, larger, 1 << 20)
@@ -303,12 +296,6 @@ def _open(path: Path) -> BinaryIO:
         return os.open(name, flags | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
     return open(path, "r+b", opener=opened)
-
-
-def _write_header(file: BinaryIO, text: bytes) -> None:
-    file.seek(0)
-    file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
-    file.write(text)
 
 
 def _chunks(file: BinaryIO, count: int) -> Iterator[bytes]:

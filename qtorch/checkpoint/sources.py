@@ -173,14 +173,10 @@ class QtorchSource(CanonicalSource):
         raise AssertionError
 
     def __init__(self, root: TensorFile, verify: bool, mmap: bool) -> None:
-        self.path = root.path
-        self.verify = verify
-        self.mmap = mmap
+        self.path, self.verify, self.mmap = root.path, verify, mmap
         with naming(self.path):
             self.header = Header.parse(root.metadata)
-        self.names = self.header.names
-        self.aliases = self.header.aliases
-        self.entries = self.header.quantized
+        self.names, self.aliases, self.entries = self.header.names, self.header.aliases, self.header.quantized
         self.owners: dict[str, TensorFile] = dict.fromkeys(root.stored, root)
         self.files = [root]
         try:

@@ -158,13 +158,10 @@ class FusedSource(Source):
     def __init__(self, source: Source, fused: Mapping[str, list[list[str]]], renamed: Mapping[str, str]) -> None:
         self.source = source
         self.format = source.format  # type: ignore[misc]
-        self.path = source.path
-        self.fused = fused
-        self.renamed = renamed
+        self.path, self.fused, self.renamed = source.path, fused, renamed
         used = {*renamed.values(), *(name for rows in fused.values() for row in rows for name in row)}
         self.names = {*fused, *renamed, *(source.names - used)}
-        self.aliases = source.aliases
-        self.note = source.note
+        self.aliases, self.note = source.aliases, source.note
 
     def optional(self) -> Set[str]:
         return self.source.optional()
@@ -190,9 +187,7 @@ class FusedSource(Source):
         try:
             return join(matrices)
         except (ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{self.path}: {name} cannot be made from {stored[0][0]} to {stored[-1][-1]}: {error}"
-            ) from error
+            raise ValueError(f"{self.path}: {name} cannot be made of {stored[0][0]} ...: {error}") from error
 
     def close(self) -> None:
         self.source.close()

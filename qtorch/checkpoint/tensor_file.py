@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,20 +72,25 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     for name in tensors:
         check_name(name)
     order = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT != 0, -item[1].element_size()))
-    header: dict[str, Any] = {METADATA: dict(metadata)}
-    stop = 0
-    for name, tensor in order:
-        start, stop = stop, stop + tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(LENGTH_BYTES + len(text)) % ALIGNMENT)
+    header = header_of(metadata, ((name, NAMES[t.dtype], list(t.shape), t.nbytes) for name, t in order))
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
-        file.write(text)
+        file.write(header)
         for _, tensor in order:
             file.write(data_of(tensor))
         file.flush()
         os.fsync(file.fileno())
+
+
+def header_of(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, list[int], int]], room: int = 0) -> bytes:
+    """The first bytes of a file, `room` at least, of tensors (name, dtype, shape, bytes) in their order."""
+    header: dict[str, Any] = {METADATA: dict(metadata)}
+    stop = 0
+    for name, dtype, shape, nbytes in tensors:
+        start, stop = stop, stop + nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(max(room - LENGTH_BYTES, len(text) + -(LENGTH_BYTES + len(text)) % ALIGNMENT))
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def check_name(name: str) -> None:

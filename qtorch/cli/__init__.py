@@ -1,4 +1,4 @@
-"""The command line: `qtorch` and `python -m qtorch`. A subcommand is a file; what it needs is imported when it runs.
+"""The command line: `qtorch` and `python -m qtorch`. What a subcommand needs is imported when it runs.
 
 `--help` and wrong arguments are answered before torch is imported, which takes seconds: `qtorch/__init__.py` calls
 `answer_without_torch` first. So nothing but the standard library is imported here.
@@ -10,16 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from . import bench, compare, convert, eval, explain, inspect, quantize
+from . import checkpoints, kernels, models
 from .arguments import UsageError, check, positive
 
 __all__ = ["answer_without_torch", "main"]
 
-COMMANDS: tuple[Any, ...] = (quantize, inspect, convert, eval, compare, explain, bench)
-"""Modules with `add_arguments(parser)` and `run(arguments)`, some with a `check(arguments)`, which needs no torch; the
-first line of the docstring is the help."""
+COMMANDS = (*checkpoints.COMMANDS, *models.COMMANDS, *kernels.COMMANDS)
 
 _EPILOG = """examples:
   qtorch quantize meta-llama/ llama-int4/ --recipe int4_weight_only --set group_size=32
@@ -94,20 +91,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="command", required=True)
-    for module in COMMANDS:
-        about, _, more = module.__doc__.partition("\n")
-        name = module.__name__.rpartition(".")[2]
-        command = commands.add_parser(
-            name,
-            help=about.rstrip("."),
-            description=f"{about}\n{more}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+    for name, text, add_arguments, run, check_more in COMMANDS:
+        about, _, more = text.partition("\n")
+        form, more = argparse.RawDescriptionHelpFormatter, f"{about}\n{more}"
+        command = commands.add_parser(name, help=about.rstrip("."), description=more, formatter_class=form)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.add_argument("--threads", type=positive, metavar="N", help="threads of the CPU; by default all cores")
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, checks=(check, *([module.check] if hasattr(module, "check") else [])))
+        add_arguments(command)
+        command.set_defaults(run=run, checks=[*filter(None, (check, check_more))])
     given = parser.parse_args(arguments)
     for each in given.checks:
         each(given)

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FORMATS = ("qtorch", "transformers", "compressed-tensors", "gptq", "awq", "gguf")
 """Formats that can be written. (Their registry needs torch.)"""
@@ -25,6 +25,17 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 class UsageError(ValueError):
     """Arguments that contradict each other, or do not name what they have to name."""
+
+
+class Command(NamedTuple):
+    """A subcommand: what `--help` says of it, in a line and more; what declares its arguments, runs it, and checks what
+    can be checked without torch."""
+
+    name: str
+    about: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+    check: Callable[[argparse.Namespace], None] | None = None
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -84,25 +95,27 @@ def read_tokenizer(folder: Path, option: str) -> Any:
         raise UsageError(f"{option}: {folder} has no tokenizer: {str(error).splitlines()[0]}") from error
 
 
+def add_path(parser: argparse.ArgumentParser) -> None:
+    """The checkpoint that is read."""
+    parser.add_argument("path", type=Path, metavar="FILE|FOLDER")
+
+
 def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
     """The arguments that `recipes.asked_recipe` reads."""
-    group = parser.add_mutually_exclusive_group(required=required)
-    group.add_argument(
-        "--recipe", metavar="NAME", help="a recipe for all linear layers: int4_weight_only, int8_weight_only(), ..."
-    )
-    group.add_argument(
+    add = parser.add_argument
+    either = parser.add_mutually_exclusive_group(required=required).add_argument
+    either("--recipe", metavar="NAME", help="a recipe for all linear layers: int4_weight_only, int8_weight_only(), ...")
+    either(
         "--config", type=Path, metavar="FILE", help='JSON with a recipe for each name: {"lm_head": null, ".*": "..."}'
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the recipe: group_size=32"
-    )
-    parser.add_argument(
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the recipe: group_size=32")
+    add(
         "--targets",
         default="linear",
         metavar="KIND[,KIND]",
         help="what the recipe reaches: linear (the default), all, experts, embedding, ...",
     )
-    parser.add_argument(
+    add(
         "--on-misfit",
         default="error",
         choices=("error", "pad", "coarser", "skip"),
@@ -112,17 +125,17 @@ def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def add_computation(parser: argparse.ArgumentParser, dtype: str) -> None:
     """The arguments that say in which dtype and where something is computed."""
-    parser.add_argument("--dtype", choices=DTYPES, help=f"of {dtype}")
-    parser.add_argument("--device", default="cpu", help="default cpu")
+    add = parser.add_argument
+    add("--dtype", choices=DTYPES, help=f"of {dtype}")
+    add("--device", default="cpu", help="default cpu")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what is written."""
-    parser.add_argument("--format", choices=FORMATS, help="of what is written; see above")
-    parser.add_argument(
-        "--max-shard-size", type=size, default=5 * 2**30, metavar="SIZE", help="of a file, such as 2GB; default 5GiB"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add = parser.add_argument
+    add("--format", choices=FORMATS, help="of what is written; see above")
+    add("--max-shard-size", type=size, default=5 * 2**30, metavar="SIZE", help="of a file, such as 2GB; default 5GiB")
+    add("--quiet", action="store_true", help="no progress bar")
 
 
 def positive(text: str) -> int:

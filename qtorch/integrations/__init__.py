@@ -25,7 +25,7 @@ ON_IMPORT = {
     "transformers.modeling_utils": "qtorch.integrations.transformers.save_pretrained",
     "transformers.integrations.moe": "qtorch.integrations.transformers.experts_interface",
     "diffusers.quantizers.auto": "qtorch.integrations.diffusers",
-    "accelerate.checkpointing": "qtorch.integrations.accelerate_files",
+    "accelerate.checkpointing": "qtorch.integrations.accelerate",
 }
 
 

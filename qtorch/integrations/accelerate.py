@@ -1,24 +1,39 @@
-"""accelerate: weights on disk.
+"""accelerate: weights on disk, and its safetensors files with quantized weights.
 
 accelerate's `cpu_offload`, `dispatch_model` between devices and the CPU, and `set_module_tensor_to_device` work on
 quantized weights as they are. Its files on disk are NumPy arrays, which have no quantized tensors; `disk_offload` and
 `dispatch_model` of this module keep a file of `save_quantized` instead, and leave the rest to accelerate.
+
+`Accelerator.save_state` and `save_model` write a quantized weight as its parts, and the metadata of the file say how it
+is quantized, as in a folder of transformers; a weight in training that holds floats is written as floats. accelerate
+has no hook for that. So importing this module, which happens right after accelerate is imported, puts one step around
+its function that writes a file and around the two that read one. What has no quantized weights passes through.
 """
 
 from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import accelerate.checkpointing as checkpointing
+import accelerate.utils.modeling as modeling
+import accelerate.utils.other as other
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..checkpoint import save_quantized, sources
+from ..checkpoint.formats.transformers_folder import Index, TransformersFolder, is_marker
+from ..checkpoint.hf_folder import HFFolder
+from ..dtypes import QuantizedTensor
 from ..model.install import check_model
 from ..primitives.supported_versions import check_version
+from ..training.weights.codes import CodesWeight
+from .plain_state import plain_state
+from .wrappers import around
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -80,14 +95,8 @@ def disk_offload(
     device = execution_device if execution_device is not None else next(model.parameters()).device
     weights = _write(model, offload_dir)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=device,
-        offload=True,
-        offload_buffers=offload_buffers,
-        weights_map=weights,
-        preload_module_classes=preload_module_classes,
-    )
+    given: Any = {"weights_map": weights, "preload_module_classes": preload_module_classes}
+    attach_align_device_hook(model, execution_device=device, offload=True, offload_buffers=offload_buffers, **given)
     return model
 
 
@@ -133,3 +142,55 @@ def _write(model: nn.Module, folder: str | os.PathLike[str]) -> WeightsOnDisk:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_quantized(model, path)
     return WeightsOnDisk(path)
+
+
+def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file holds, with quantized tensors in place of their parts."""
+    if not any(isinstance(tensor, Tensor) and is_marker(tensor.shape) for tensor in state.values()):
+        return state
+    source = TransformersFolder(HFFolder(Path(path)), mmap=False)
+    with source:
+        for name, entry in source.index.quantized.items():
+            marker = state.pop(name, None)
+            for key in entry["tensors"].values():
+                state.pop(key, None)
+            if marker is not None:
+                state[name] = source.tensor(name).to(marker.device)
+    return state
+
+
+@around(other, "safe_save_file")
+def _save_parts(
+    save: Callable[..., Any], tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None
+) -> Any:
+    index = Index()
+    if any(isinstance(tensor, QuantizedTensor) for tensor in tensors.values()):
+        tensors = plain_state(tensors, index.quantized)
+    return save(tensors, filename, metadata=index.to_metadata() | (metadata or {}) if index.quantized else metadata)
+
+
+@around(modeling, "load_state_dict")
+def _load_joined(load: Callable[..., Any], checkpoint_file: str, *args: Any, **kwargs: Any) -> Any:
+    return _joined(load(checkpoint_file, *args, **kwargs), checkpoint_file)
+
+
+@around(checkpointing, "load_model")
+def _load_quantized(
+    load: Callable[..., Any],
+    model: nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: str | int = "cpu",
+    **more: Any,
+) -> Any:
+    own = model.state_dict(keep_vars=True)
+    if not any(isinstance(tensor, QuantizedTensor) for tensor in own.values()):
+        return load(model, filename, strict=strict, device=device, **more)
+    state = _joined(load_file(filename, device=device), filename)
+    for name, tensor in own.items():
+        if isinstance(tensor, CodesWeight) and isinstance(state.get(name), QuantizedTensor):
+            state[name] = CodesWeight(state[name].inner_tensors, state[name].scheme)
+    # Of tied weights one is stored.
+    stored = {id(own[name]): tensor for name, tensor in state.items() if name in own}
+    state |= {name: stored[id(of)] for name, of in own.items() if name not in state and id(of) in stored}
+    return model.load_state_dict(state, strict=strict)

@@ -129,10 +129,7 @@ def _config_class(quantization: Any, methods: Any, linear: Any, unquantized: Any
                 return [self.entries[f"{prefix}.weight"]]  # joined in the model too
             if len(found) not in (0, len(names)):
                 floats = ", ".join(name for name in names if name not in found)
-                raise ValueError(
-                    f"{QUANT_METHOD}: the engine joins {', '.join(names)}, of which {floats} are in floating point: "
-                    "quantize all or none of them"
-                )
+                raise ValueError(f"{QUANT_METHOD}: the engine joins {', '.join(names)}, but {floats} are floats")
             return list(found.values())
 
     return QtorchEngineConfig
@@ -216,9 +213,7 @@ def _own(weight: QuantizedTensor, dim: int, size: int, rank: int, ranks: int) ->
     """The part of `size` rows or columns that belongs to a rank; several ranks share one if there are fewer."""
     parts = weight.shape[dim] // size
     if parts * size != weight.shape[dim] or ranks % parts:
-        raise ValueError(
-            f"{QUANT_METHOD}: dimension {dim} of a weight {tuple(weight.shape)} is not cut into {ranks} parts of {size}"
-        )
+        raise ValueError(f"{QUANT_METHOD}: axis {dim} of {tuple(weight.shape)} is not cut into {ranks} parts of {size}")
     if parts == 1:
         return weight
     made: Any = weight.narrow(dim, rank * parts // ranks * size, size)

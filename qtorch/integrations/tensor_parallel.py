@@ -66,9 +66,7 @@ class _Parallel(parallel.ParallelStyle):
                 axis, whole, ranks = self.axis, weight.shape[self.axis], mesh.size()
                 part = -(-whole // ranks)
                 if part * (ranks - 1) >= whole > 0 and ranks > 1:
-                    raise ValueError(
-                        f"axis {axis} of the weight, {whole} elements, leaves one of {ranks} ranks without"
-                    )
+                    raise ValueError(f"axis {axis} of the weight, {whole}, leaves one of {ranks} ranks without")
                 weight.check_split("nk"[axis], part, whole)
         except ValueError as error:
             raise ValueError(f"{type(self).__name__}: {module}: {error}") from None

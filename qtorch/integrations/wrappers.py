@@ -63,10 +63,7 @@ def _trains_frozen(original: Callable[..., None], optimizer: Optimizer, group: d
 def _exported(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse a quantized model at once: ONNX lacks its operators. What `portable` returns has none of them."""
     if isinstance(model, nn.Module) and any(isinstance(p, QuantizedTensor) for p in model.parameters()):
-        raise TypeError(
-            "torch.onnx.export: the model is quantized, and ONNX has no operator for its products; write "
-            "qtorch.export.onnx(model, args, path)"
-        )
+        raise TypeError("torch.onnx.export: the model is quantized; write qtorch.export.onnx(model, args, path)")
     return original(model, *args, **kwargs)
 
 

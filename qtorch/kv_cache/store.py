@@ -156,9 +156,7 @@ class KVStore(ABC):
         """
         keys, values, recent, length = self.parts()
         if last is not None and last < self.shape[2]:
-            keys, values = (
-                tuple(part.narrow(2, part.shape[2] - last, last) for part in parts) for parts in (keys, values)
-            )
+            keys, values = (tuple(x.narrow(2, x.shape[2] - last, last) for x in of) for of in (keys, values))
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         form = self.form
         formats = form.dtype, form.value_dtype, form.block, self.widths[1]
@@ -233,10 +231,7 @@ class NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> Tensor:
-        raise RuntimeError(
-            "attention on a quantized KV cache has no gradient; train without a cache (use_cache=False), or run the "
-            "model under torch.no_grad()"
-        )
+        raise RuntimeError("attention on a quantized KV cache has no gradient; train with use_cache=False")
 
 
 _said: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +28,7 @@ def set_attention(model: Any) -> Any:
     if can is not None and can():
         model.set_attn_implementation(NAME)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        raise ValueError(
-            f"use_quantized_attention: {type(model).__name__} does not call transformers' attention functions. "
-            "A quantized cache works with it as it is, and gives it floats"
-        )
+        raise ValueError(f"use_quantized_attention: {type(model).__name__} does not call transformers' attention")
     return model
 
 
@@ -62,20 +60,11 @@ def attention(
             attention_mask = attention_mask[..., : key.shape[2]]
         if position_bias is not None:
             position_bias = position_bias[..., : key.shape[2]]
-        one = rows == 1 and query.device.type == "cpu" and not dropout and not _records_gradients(query, key, value)
+        records = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        one = rows == 1 and query.device.type == "cpu" and not dropout and not records
         if not softcap and s_aux is None and (not one or "cache" in kwargs):  # a paged cache
-            return sdpa_attention_forward(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                is_causal=is_causal,
-                position_bias=position_bias,
-                **kwargs,
-            )
+            kwargs |= {"scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     mask = _with_bias(attention_mask, position_bias, rows, key.tokens if stored else key.shape[2], query)
     causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if stored:
@@ -85,10 +74,6 @@ def attention(
         function = float_attention if one else attend
         out = function(query, key, value, mask, s_aux, scaling, float(softcap or 0), causal)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _records_gradients(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None, rows: int, tokens: int, query: Tensor) -> Tensor | None:
@@ -113,30 +98,21 @@ def make_cache(model: Any, spec: KVCacheSpec, max_length: int | None) -> Any:
     decoder = config.get_text_config(decoder=True)
     if max_length is None:
         cache: Any = QuantizedDynamicCache(decoder, spec)
+        of_encoder: Any = cache_utils.DynamicCache
     else:
         cache = QuantizedStaticCache(decoder, spec, max_length)
-    if not config.is_encoder_decoder:
-        return cache
-    other = (
-        cache_utils.DynamicCache()
-        if max_length is None
-        else cache_utils.StaticCache(config=decoder, max_cache_len=max_length)
-    )
-    return cache_utils.EncoderDecoderCache(cache, other)
+        of_encoder = partial(cache_utils.StaticCache, config=decoder, max_cache_len=max_length)
+    return cache_utils.EncoderDecoderCache(cache, of_encoder()) if config.is_encoder_decoder else cache
 
 
 def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **more: Any) -> list[Any]:
     """Layers as transformers makes them, those of some classes by a function of their arguments."""
     types, arguments = cache_utils.get_layer_types_and_kwargs(config)
-    layers = [
-        quantized.get(mapping[kind], mapping[kind])(**more, **given)
-        for kind, given in zip(types, arguments, strict=True)
-    ]
+    makers = [quantized.get(mapping[kind], mapping[kind]) for kind in types]
+    layers = [make(**more, **given) for make, given in zip(makers, arguments, strict=True)]
     if not any(isinstance(layer, _Quantized) for layer in layers):
-        raise ValueError(
-            f"quantized_cache: {type(config).__name__} has layers {', '.join(sorted(set(types)))}, none of "
-            "which can be quantized so; use the cache that transformers makes"
-        )
+        name, kinds = type(config).__name__, ", ".join(sorted(set(types)))
+        raise ValueError(f"quantized_cache: {name} has layers {kinds}, none of which can be quantized")
     return layers
 
 
@@ -147,9 +123,7 @@ class QuantizedDynamicCache(cache_utils.DynamicCache):
         quantized: dict[type, Any] = {cache_utils.DynamicLayer: lambda: QuantizedLayer(config, spec)}
         alone = spec.settled(growing=False)
         if alone.step == 1 and not alone.kept:
-            quantized[cache_utils.DynamicSlidingWindowLayer] = lambda **given: QuantizedSlidingLayer(
-                config, alone, **given
-            )
+            quantized[cache_utils.DynamicSlidingWindowLayer] = partial(QuantizedSlidingLayer, config, alone)
         layers = _layers(config, cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, quantized)
         cache_utils.Cache.__init__(self, layers=layers)
 
@@ -159,9 +133,8 @@ class QuantizedStaticCache(cache_utils.StaticCache):
 
     def __init__(self, config: Any, spec: KVCacheSpec, max_length: int) -> None:
         make = lambda max_cache_len: QuantizedStaticLayer(config, spec, max_cache_len)  # noqa: E731
-        layers = _layers(
-            config, cache_utils.STATIC_LAYER_TYPE_MAPPING, {cache_utils.StaticLayer: make}, max_cache_len=max_length
-        )
+        mapping = cache_utils.STATIC_LAYER_TYPE_MAPPING
+        layers = _layers(config, mapping, {cache_utils.StaticLayer: make}, max_cache_len=max_length)
         cache_utils.Cache.__init__(self, layers=layers)
 
 

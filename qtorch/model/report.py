@@ -350,17 +350,10 @@ def quantized_row(target: Target[Any], weight: Tensor, quantized: Any) -> LayerR
     has_kernel = isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None
     if has_kernel and not weight.is_meta:
         kernel = choose(problem_of(quantized, slot.module, weight.dtype, weight.device.type)).name
-    return LayerReport(
-        slot.name,
-        tuple(weight.shape),
-        "quantized",
-        f"{target.recipe}",
-        weight.nbytes,
-        quantized.nbytes,
-        None if weight.is_meta else quantization_error(weight, quantized),
-        kernel,
-        tuple(other.name for other in target.slots if other is not slot),
-    )
+    error = None if weight.is_meta else quantization_error(weight, quantized)
+    also = tuple(other.name for other in target.slots if other is not slot)
+    sizes = weight.nbytes, quantized.nbytes
+    return LayerReport(slot.name, tuple(weight.shape), "quantized", f"{target.recipe}", *sizes, error, kernel, also)
 
 
 def skipped_row(target: Target[Any]) -> LayerReport:

@@ -191,10 +191,8 @@ ROUTERS = frozenset({"router", "shared_expert_gate"})
 def is_router(name: str, modules: Container[str]) -> bool:
     """Whether the module called `name`, or one that it is in, chooses among experts; `modules` are all names."""
     parts = name.split(".")
-    return any(
-        part in ROUTERS or (part == "gate" and ".".join([*parts[:index], "experts"]) in modules)
-        for index, part in enumerate(parts)
-    )
+    gates = [index for index, part in enumerate(parts) if part == "gate"]
+    return not ROUTERS.isdisjoint(parts) or any(".".join([*parts[:at], "experts"]) in modules for at in gates)
 
 
 def kind_in(module: nn.Module, name: str, attribute: str, modules: Container[str]) -> WeightKind:

@@ -1,7 +1,6 @@
 """The oldest versions of other packages that qtorch works with; `make versions` runs the tests with them.
 
-What differs between versions of a package is in one file: `integrations/transformers/versions.py`,
-`integrations/peft/versions.py`.
+What differs between versions of a package stands where it is used, in `integrations/`.
 """
 
 import re

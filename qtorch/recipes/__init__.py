@@ -34,35 +34,12 @@ from .sparse import Int8DynamicActivationInt8SemiSparseWeight as int8_dynamic_ac
 from .static import Float8StaticActivationFloat8Weight as float8_static_activation_float8_weight
 from .static import Int8StaticActivationInt8Weight as int8_static_activation_int8_weight
 
-__all__ = [
-    "block_sparse",
-    "float8_dynamic_activation_float8_semi_sparse_weight",
-    "float8_dynamic_activation_float8_weight",
-    "float8_dynamic_activation_int4_weight",
-    "float8_static_activation_float8_weight",
-    "float8_weight_only",
-    "fpx_weight_only",
-    "gguf_iq4_nl",
-    "gguf_q4_0",
-    "gguf_q4_1",
-    "gguf_q5_0",
-    "gguf_q5_1",
-    "gguf_q8_0",
-    "int4_weight_only",
-    "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_semi_sparse_weight",
-    "int8_dynamic_activation_int8_weight",
-    "int8_static_activation_int8_weight",
-    "int8_weight_only",
-    "intx_weight_only",
-    "lut_weight_only",
-    "mxfp4_dynamic_activation_mxfp4_weight",
-    "mxfp4_weight_only",
-    "mxfp6_weight_only",
-    "mxfp8_dynamic_activation_mxfp8_weight",
-    "mxfp8_weight_only",
-    "nf4_weight_only",
-    "nvfp4_dynamic_activation_nvfp4_weight",
-    "nvfp4_weight_only",
-    "uintx_weight_only",
-]
+__all__ = ["block_sparse", "float8_dynamic_activation_float8_semi_sparse_weight"]
+__all__ += ["float8_dynamic_activation_float8_weight", "float8_dynamic_activation_int4_weight"]
+__all__ += ["float8_static_activation_float8_weight", "float8_weight_only", "fpx_weight_only", "gguf_iq4_nl"]
+__all__ += ["gguf_q4_0", "gguf_q4_1", "gguf_q5_0", "gguf_q5_1", "gguf_q8_0", "int4_weight_only"]
+__all__ += ["int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight"]
+__all__ += ["int8_dynamic_activation_int8_weight", "int8_static_activation_int8_weight", "int8_weight_only"]
+__all__ += ["intx_weight_only", "lut_weight_only", "mxfp4_dynamic_activation_mxfp4_weight", "mxfp4_weight_only"]
+__all__ += ["mxfp6_weight_only", "mxfp8_dynamic_activation_mxfp8_weight", "mxfp8_weight_only", "nf4_weight_only"]
+__all__ += ["nvfp4_dynamic_activation_nvfp4_weight", "nvfp4_weight_only", "uintx_weight_only"]

@@ -15,7 +15,7 @@ Source: ggml/src/ggml-quants.c.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,9 +28,9 @@ from ..primitives import (
     QuantSpec,
     ScaleRule,
     ZeroPointDomain,
-    qdtype,
 )
 from ..primitives.layouts.plain import smallest_layout
+from ..primitives.qdtype import qdtype
 from .base import WeightRecipe, register_recipe
 
 BLOCK = 32
@@ -52,28 +52,17 @@ class _Affine(WeightRecipe):
 
     def linear_spec(self) -> LinearSpec:
         has_offset = self.mapping is MappingType.ASYMMETRIC
-        spec = QuantSpec(
-            qdtype(self.dtype),
-            PerGroup(BLOCK),
-            self.mapping,
-            ZeroPointDomain.OFFSET if has_offset else ZeroPointDomain.NONE,
-            self.scale_rule,
-            scale_dtype=torch.float16,
-            eps=SMALLEST,
-            quant_min=self.quant_min,
-            preserve_zero=not has_offset,
-        )
+        domain = ZeroPointDomain.OFFSET if has_offset else ZeroPointDomain.NONE
+        codes = qdtype(self.dtype), PerGroup(BLOCK), self.mapping, domain, self.scale_rule
+        scales: Any = {"scale_dtype": torch.float16, "eps": SMALLEST, "preserve_zero": not has_offset}
+        spec = QuantSpec(*codes, quant_min=self.quant_min, **scales)
         return LinearSpec(spec, layout=smallest_layout(spec.dtype))
 
 
 @register_recipe("gguf_q8_0")
 @dataclass(frozen=True)
 class GgufQ8_0(_Affine):
-    """Weights in Q8_0 of GGUF: int8, 8.5 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q8_0 of GGUF: int8, 8.5 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping, quant_min = "int8", MappingType.SYMMETRIC, -127
 
@@ -81,11 +70,7 @@ class GgufQ8_0(_Affine):
 @register_recipe("gguf_q5_0")
 @dataclass(frozen=True)
 class GgufQ5_0(_Affine):
-    """Weights in Q5_0 of GGUF: signed codes of 5 bits, 5.5 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q5_0 of GGUF: signed codes of 5 bits, 5.5 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping = "int5", MappingType.SYMMETRIC_SIGNED
 
@@ -93,11 +78,7 @@ class GgufQ5_0(_Affine):
 @register_recipe("gguf_q5_1")
 @dataclass(frozen=True)
 class GgufQ5_1(_Affine):
-    """Weights in Q5_1 of GGUF: codes of 5 bits and an offset, 6 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q5_1 of GGUF: codes of 5 bits and an offset, 6 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping = "uint5", MappingType.ASYMMETRIC
 
@@ -105,11 +86,7 @@ class GgufQ5_1(_Affine):
 @register_recipe("gguf_q4_0")
 @dataclass(frozen=True)
 class GgufQ4_0(_Affine):
-    """Weights in Q4_0 of GGUF: signed codes of 4 bits, 4.5 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q4_0 of GGUF: signed codes of 4 bits, 4.5 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping = "int4", MappingType.SYMMETRIC_SIGNED
 
@@ -117,11 +94,7 @@ class GgufQ4_0(_Affine):
 @register_recipe("gguf_q4_1")
 @dataclass(frozen=True)
 class GgufQ4_1(_Affine):
-    """Weights in Q4_1 of GGUF: codes of 4 bits and an offset, 5 bits a weight.
-
-    Args:
-        scale_rule: how the range of a block is chosen; with the default, as ggml does.
-    """
+    """Weights in Q4_1 of GGUF: codes of 4 bits and an offset, 5 bits a weight; `scale_rule` as in ggml by default."""
 
     dtype, mapping = "uint4", MappingType.ASYMMETRIC
 

@@ -8,22 +8,9 @@ from typing import ClassVar
 import torch
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import (
-    Granularity,
-    HQQRule,
-    LinearSpec,
-    MappingType,
-    MinMaxRule,
-    PerAxis,
-    PerGroup,
-    PerRow,
-    PerToken,
-    QDType,
-    QuantSpec,
-    ScaleRule,
-    ZeroPointDomain,
-    qdtype,
-)
+from ..primitives import HQQRule, LinearSpec, MappingType, MinMaxRule, QuantSpec, ScaleRule, ZeroPointDomain
+from ..primitives.granularity import Granularity, PerAxis, PerGroup, PerRow, PerToken
+from ..primitives.qdtype import QDType, qdtype
 from .base import WeightRecipe, register_recipe
 
 

@@ -6,8 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from qtorch.calibration.allocation.allocate import Frontier
-from qtorch.calibration.allocation.swaps import swaps
+from qtorch.calibration.allocation.allocate import Frontier, swaps
 
 
 def brute_force(costs: list[list[int]], values: list[list[float]], limit: int) -> float:

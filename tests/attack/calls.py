@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-import qtorch.checkpoint.save
+import qtorch.checkpoint.save_load
 from qtorch.calibration import Nearest, auto, calibrated
 from qtorch.cli import main
 from tests.checkpoint_model import quantized
@@ -171,7 +171,7 @@ def save_and_die(folder: str) -> None:
         path.parent.mkdir()
         qtorch.save_quantized(constant(0.0, 4, 3), path, max_shard_size=1)
         if not (child := os.fork()):
-            _die_at(*((qtorch.checkpoint.save, "write_file", step) if step < 3 else (os, "replace", step - 3)))
+            _die_at(*((qtorch.checkpoint.save_load, "write_file", step) if step < 3 else (os, "replace", step - 3)))
             qtorch.save_quantized(constant(1.0, 4, 3), path, max_shard_size=1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

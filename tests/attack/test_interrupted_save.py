@@ -127,7 +127,7 @@ def test_a_root_that_is_replaced_between_its_shards(path: Path, monkeypatch: pyt
 def test_failure_while_saving(step: str, times: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = quantized()
     save_quantized(old, path, max_shard_size=SMALL)
-    owner, name = (checkpoint.save.os, step.partition(".")[2]) if "." in step else (checkpoint.save, step)
+    owner, name = (checkpoint.save_load.os, step.partition(".")[2]) if "." in step else (checkpoint.save_load, step)
     function, calls = getattr(owner, name), []
 
     def failing(*args: object) -> object:
@@ -166,4 +166,4 @@ def test_files_cannot_grow(shard_size: int, path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_device_that_is_full() -> None:
     with pytest.raises(OSError, match="No space left on device"):
-        checkpoint.save.write_file(Path("/dev/full"), {"x": torch.zeros(1)}, {})
+        checkpoint.save_load.write_file(Path("/dev/full"), {"x": torch.zeros(1)}, {})

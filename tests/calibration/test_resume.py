@@ -15,7 +15,7 @@ import qtorch
 from qtorch import quantize_
 from qtorch.calibration import Nearest, auto, calibrated, gptq
 from qtorch.calibration.engine import progress as progress_of
-from qtorch.checkpoint import save
+from qtorch.checkpoint import save_load
 from qtorch.dtypes import QuantizedTensor
 from tests.fast_part import slow_but
 
@@ -148,7 +148,7 @@ def test_it_may_die_at_any_file_operation(step: int, tmp_path: Path, monkeypatch
         return call
 
     monkeypatch.setattr(progress_of, "write_journal", watched(progress_of.write_journal))
-    monkeypatch.setattr(save, "save_quantized", watched(save.save_quantized))
+    monkeypatch.setattr(save_load, "save_quantized", watched(save_load.save_quantized))
     monkeypatch.setattr(progress_of.OnDisk, "write", watched(progress_of.OnDisk.write))
     monkeypatch.setattr(progress_of.OnDisk, "drop", watched(progress_of.OnDisk.drop))
     quantize_(made(), recipe, resume=tmp_path / "whole")

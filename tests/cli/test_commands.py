@@ -81,8 +81,8 @@ def test_shards(llama: Path, tmp_path: Path, command: Command) -> None:
 def test_quantize_calibrated(method: str, llama: Path, tmp_path: Path, command: Command) -> None:
     from transformers import AutoTokenizer, LlamaForCausalLM
 
+    from qtorch.calibration.data import token_batches
     from qtorch.calibration.methods import METHODS
-    from qtorch.calibration.texts import token_batches
 
     text = text_file(tmp_path)
     data = ("--calibrate", text, "--method", method, "--calibrate-length", "32", "--calibrate-tokens", "100")

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qtorch import int8_weight_only, load_quantized, quantize_, save_quantized
-from qtorch.checkpoint.folder_source import FloatFolder
-from qtorch.checkpoint.hf_folder import HFFolder
+from qtorch.checkpoint.hf_folder import FloatFolder, HFFolder
 from qtorch.checkpoint.sources import open_source
 from tests.formats.folders import write
 from tests.refusals import refuses

@@ -1,7 +1,13 @@
-"""allocate: the recipe of each weight of a model, so that the whole keeps a budget and loses least."""
+"""allocate: the recipe of each weight of a model, so that the whole keeps a budget and loses least.
+
+Scores add up what each weight does alone. Swaps exchange the recipes of two weights: the whole model is quantized and
+run on held-out batches, and a swap is kept if the divergence from the float model falls. Those that the scores say cost
+least are tried first.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -9,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ...model.install import check_model
@@ -16,12 +23,112 @@ from ...model.module_repr import get_model_size_in_bytes
 from ...model.targets import Filter
 from ...primitives.tracing import outside_graphs
 from ...recipes.base import Recipe
-from ..data import Data
+from ..data import Data, eval_mode
+from ..engine.in_order import installed
 from ..rounding import Rounding
 from .allocation import Allocation
-from .items import Candidates, find_items, measure, nbytes_under
-from .scores import Loss, score_weights
-from .swaps import Divergence, improve
+from .items import Candidates, Item, find_items, measure, nbytes_under
+from .scores import Loss, Rows, score_weights
+
+Costs = Sequence[Sequence[int]]
+Values = Sequence[Sequence[float]]
+"""Of each item, those of its options."""
+
+
+class Swap(NamedTuple):
+    """New options of some items, by index, and the change of the sum of scores that they say."""
+
+    options: dict[int, int]
+    change: float
+
+
+class Improved(NamedTuple):
+    """The options after the swaps, the divergence before and after, and how many swaps were tried and kept."""
+
+    options: tuple[int, ...]
+    before: float
+    after: float
+    tried: int
+    kept: int
+
+
+def swaps(options: Sequence[int], costs: Costs, scores: Values, limit: int) -> list[Swap]:
+    """All changes of one weight or two that stay within the limit, those that the scores prefer first."""
+    total = sum(cost[option] for cost, option in zip(costs, options))
+    moves = [
+        (item, other, costs[item][other] - costs[item][option], scores[item][other] - scores[item][option])
+        for item, option in enumerate(options)
+        for other in range(len(costs[item]))
+        if other != option
+    ]
+    found = [Swap({item: other}, change) for item, other, cost, change in moves if total + cost <= limit]
+    for (a, to_a, cost_a, change_a), (b, to_b, cost_b, change_b) in itertools.combinations(moves, 2):
+        # One weight gets more, the other less.
+        if a != b and cost_a * cost_b < 0 and total + cost_a + cost_b <= limit:
+            found.append(Swap({a: to_a, b: to_b}, change_a + change_b))
+    return sorted(found, key=lambda swap: swap.change)
+
+
+class Divergence:
+    """The divergence of a quantized model from the float one, on batches whose float outputs are kept."""
+
+    def __init__(self, model: nn.Module, items: Sequence[Item], data: Data, logits: bool = False) -> None:
+        self.model, self.items, self.data, self.logits = model, items, data, logits
+        self.batches = data.checked()
+        with eval_mode(model), torch.no_grad():
+            self.of_float = [self._rows(index) for index in range(len(self.batches))]
+
+    def _rows(self, index: int) -> Rows:
+        batch = self.batches[index]
+        return Rows.of(self.data.call(self.model, batch), self.data.mask_of(batch), self.logits)
+
+    @torch.no_grad()
+    def of(self, parameters: Sequence[nn.Parameter]) -> float:
+        """The mean over all rows, with these weights in place of the items."""
+        total, count = 0.0, 0
+        places = [(item.target, parameter) for item, parameter in zip(self.items, parameters, strict=True)]
+        with eval_mode(self.model), installed(places):
+            for index, reference in enumerate(self.of_float):
+                divergence = reference.divergence(self._rows(index))
+                total += float(divergence.double().sum())
+                count += len(divergence)
+        return total / max(1, count)
+
+
+@torch.no_grad()
+def quantized(item: Item, option: int) -> nn.Parameter:
+    """The weight of an item under one of its candidates."""
+    candidate = item.candidates[option]
+    if candidate is None:
+        return item.parameter
+    return nn.Parameter(candidate.make(item.target, item.parameter.detach()), False)
+
+
+def improve(
+    divergence: Divergence, options: Sequence[int], costs: Costs, scores: Values, limit: int, tries: int
+) -> Improved:
+    """Try up to `tries` swaps, and keep those by which the divergence falls."""
+    items = divergence.items
+    chosen = list(options)
+    parameters = [quantized(item, option) for item, option in zip(items, chosen)]
+    before = least = divergence.of(parameters)
+    seen = {tuple(chosen)}
+    tried = kept = 0
+    queue = iter(swaps(chosen, costs, scores, limit))
+    while tried < tries and (swap := next(queue, None)) is not None:
+        result = tuple(swap.options.get(index, option) for index, option in enumerate(chosen))
+        if result in seen:
+            continue
+        seen.add(result)
+        tried += 1
+        new = list(parameters)
+        for index, option in swap.options.items():
+            new[index] = quantized(items[index], option)
+        if (found := divergence.of(new)) < least:
+            least, parameters, chosen, kept = found, new, list(result), kept + 1
+            queue = iter(swaps(chosen, costs, scores, limit))
+    return Improved(tuple(chosen), before, least, tried, kept)
+
 
 UNITS = {
     **{"B": 1, "bytes": 1, "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
@@ -60,10 +167,7 @@ class Budget:
             return budget
         if isinstance(budget, int | float) and not isinstance(budget, bool):
             if budget != int(budget) or budget <= 0:
-                raise ValueError(
-                    f"allocate: a number as budget counts bytes, a positive integer, got {budget}; for bits an element "
-                    f'write "{budget} bits"'
-                )
+                raise ValueError(f'allocate: a number as budget counts bytes, got {budget}; write "{budget} bits"')
             return cls(f"{int(budget):,} bytes", "bytes", int(budget))
         if not isinstance(budget, str):
             raise TypeError(f"allocate: budget is {FORMS}, got {budget!r}")
@@ -106,13 +210,7 @@ class Frontier:
     the result is exact. What remains in the end is the best value for every limit: the curve of size and quality.
     """
 
-    def __init__(
-        self,
-        costs: Sequence[Sequence[int]],
-        values: Sequence[Sequence[float]],
-        limit: int | None = None,
-        states: int = STATES,
-    ) -> None:
+    def __init__(self, costs: Costs, values: Values, limit: int | None = None, states: int = STATES) -> None:
         self.cost, self.value = np.zeros(1, np.int64), np.zeros(1, np.float64)
         self.steps: list[tuple[np.ndarray, np.ndarray]] = []
         least = [min(options) for options in costs]
@@ -229,7 +327,7 @@ def allocate(
     given = data if isinstance(data, Data) or data is None else Data(data, forward, mask)
     for_scores, for_swaps = _split(given, refine, held_out)
     scores = score_weights(items, model, for_scores, gradients=gradients, loss=loss, rounding=rounding, seed=seed)
-    costs: Sequence[Sequence[int]] = sizes
+    costs: Costs = sizes
     if limit_of.is_time:
         costs = [[time * of.uses for time in times] for times, of in zip(measure(items, rows), scores)]
         _check_limit(limit_of, limit, costs, elements)
@@ -260,7 +358,7 @@ def allocate(
     return Allocation(rows_of, limit_of.text, limit, rest, measured, points, refined, recipes)
 
 
-def _check_limit(budget: Budget, limit: int, costs: Sequence[Sequence[int]], elements: int) -> None:
+def _check_limit(budget: Budget, limit: int, costs: Costs, elements: int) -> None:
     least = sum(map(min, costs))
     if least <= limit:
         return

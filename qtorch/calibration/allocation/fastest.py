@@ -97,10 +97,8 @@ def _row(item: Item, inputs: Inputs, min_sqnr: float | None, known: dict[Any, li
     good = [option for option, (_, sqnr) in enumerate(errors) if min_sqnr is None or sqnr >= min_sqnr]
     if not good:
         best = max(sqnr for _, sqnr in errors)
-        raise ValueError(
-            f"fastest: {item.name}: no candidate has an SQNR of min_sqnr={min_sqnr} dB, the best has {best:.1f}; "
-            "add None, which leaves the weight in floating point"
-        )
+        what = f"no candidate has an SQNR of {min_sqnr=} dB, the best has {best:.1f}; add None"
+        raise ValueError(f"fastest: {item.name}: {what}")
     nbytes = [nbytes_under(candidate, weight) for candidate in item.candidates]
     fastest_of = min(good, key=lambda option: times[option])
     return item.row(nbytes, [error for error, _ in errors], fastest_of, sum(inputs.rows), times)

@@ -180,10 +180,7 @@ def interleaved_medians(
 def measure(items: Sequence[Item], rows: int) -> list[list[int]]:
     """Nanoseconds of a product of (rows, K) with each weight under each of its candidates."""
     if others := [item.name for item in items if not item.is_product]:
-        raise ValueError(
-            f"allocate: a budget of time is for linear layers, got {', '.join(others[:4])}; leave them out of the "
-            "candidates, or give a budget in bits or bytes"
-        )
+        raise ValueError(f"allocate: a budget of time is for linear layers, got {', '.join(others[:4])}; leave it out")
     known: dict[Any, list[int]] = {}
     return [product_times(item, rows, known) for item in items]
 
@@ -195,12 +192,8 @@ def product_times(item: Item, rows: int, known: dict[Any, list[int]] | None = No
     key = (tuple(weight.shape), weight.dtype, weight.device, item.candidates, rows)
     if key not in known:
         x = torch.randn(rows, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-        known[key] = [
-            round(ns)
-            for ns in interleaved_medians(
-                [product(x, each.apply(weight) if each else weight) for each in item.candidates]
-            )
-        ]
+        products = [product(x, each.apply(weight) if each else weight) for each in item.candidates]
+        known[key] = [round(ns) for ns in interleaved_medians(products)]
     return known[key]
 
 

@@ -3,7 +3,7 @@
     score = 1/2 tr(G D H D^T),    D = W - Q,  H = E[x x^T],  G diagonal
 
 with the inputs x of the weight, and G_n the sum of the squared gradients of output n over all rows (see
-`output_gradients`), divided by the number of rows of the model's output: the expected divergence of a row.
+`captures.OutputGradients`), divided by the number of rows of the model's output: the expected divergence of a row.
 Without gradients G = I / tr(W H W^T), so that the score is half the relative error of the outputs of the layer: errors
 of layers whose outputs differ in size cannot be compared otherwise. Without data it is |D|^2 / (2 |W|^2).
 
@@ -26,13 +26,13 @@ from ...dtypes import QuantizedTensor
 from ...model.targets import Target
 from ...primitives import QuantSpec
 from ...recipes.base import WeightRecipe
+from ..captures import OutputGradients, without_parameter_gradients
 from ..data import Data, eval_mode, tensors_of
 from ..engine import InOrder
-from ..output_gradients import OutputGradients, without_parameter_gradients
 from ..rounding import Grid, Rounding
 from ..rounding.grid import loss as quadratic
 from ..statistics import SecondMoment, Statistic, Statistics
-from .items import Item
+from .items import Candidate, Item
 
 
 def activation_error(recipe: WeightRecipe) -> type[SecondMoment] | None:
@@ -86,10 +86,7 @@ class Rows(NamedTuple):
         named = isinstance(logits_of, Tensor) and logits_of.is_floating_point()
         values = logits_of if named else next(iter(tensors_of(output)), None)
         if values is None:
-            raise TypeError(
-                f"calibration: the output of the model, a {type(output).__name__}, holds no tensor in floating point; "
-                "give forward=, which returns one"
-            )
+            raise TypeError(f"calibration: a {type(output).__name__} holds no tensor in floating point; give forward=")
         if values.dim() == 0:
             values = values.reshape(1, 1)
         if mask is not None and mask.shape == values.shape[:-1]:
@@ -217,20 +214,20 @@ def _scored(
 
 def _score(
     item: Item,
-    candidate: WeightRecipe | None,
-    of_matrices: Mapping[int | None, Any],
+    candidate: Candidate,
+    found: Mapping[int | None, Any],
     seen: OutputSensitivity,
     rounding: Rounding | None,
 ) -> float:
-    if candidate is None or not of_matrices:
+    if candidate is None or not found:
         return 0.0
     if rounding is not None and candidate.prunes:
         raise ValueError(f"allocate: {candidate} prunes weights, which rounding={rounding} does not; leave it out")
     weight, kind = item.matrix, activation_error(candidate)
     whole = None if rounding is not None else _nearest(candidate, weight)
-    total = sum(of_one[SecondMoment].rows for of_one in of_matrices.values())
+    total = sum(of_one[SecondMoment].rows for of_one in found.values())
     score = size = 0.0
-    for expert, statistics in of_matrices.items():
+    for expert, statistics in found.items():
         matrix = (weight if expert is None else weight[expert]).float()
         moment = statistics[SecondMoment].mean.to(matrix.device)
         if rounding is not None:

@@ -51,10 +51,7 @@ class Streamed(Weights):
             else:
                 self.replaced[id(tensor)] = read(name).to(tensor.dtype)
         if missing := [name for name, (_, _, t) in places if t.is_meta and id(t) not in self.replaced]:
-            raise ValueError(
-                f"the model has {', '.join(missing[:4])} on the meta device, and the checkpoint has no such "
-                "tensor; build the model with values for buffers that are not stored"
-            )
+            raise ValueError(f"the checkpoint has no {', '.join(missing[:4])}, which the model has on the meta device")
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.users: dict[int, int] = {}
         self.blocks = candidates(model)
@@ -124,10 +121,7 @@ class Streamed(Weights):
     def _load(self, parameter: nn.Parameter) -> None:
         value = self.read(self.names[id(parameter)])
         if value.shape != parameter.shape:
-            raise ValueError(
-                f"{self.names[id(parameter)]} of the checkpoint has shape {tuple(value.shape)}, that of the model "
-                f"{tuple(parameter.shape)}"
-            )
+            raise ValueError(f"{self.names[id(parameter)]} has shape {(*value.shape,)}, not {(*parameter.shape,)}")
         parameter.data = value.to(parameter.dtype)
         memory_has_moved()
 

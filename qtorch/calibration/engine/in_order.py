@@ -28,9 +28,8 @@ from ..data import Data, StopForward, eval_mode, tensors_of
 from ..statistics import NoInputs, Statistic, Statistics, Sum
 from .float_weights import Weights
 from .progress import Progress
-from .routing import Routing
 from .streams import Call, Stream, needed_outputs, replaced_forwards
-from .trace import Stage, Unit, trace
+from .trace import Routing, Stage, Unit, trace
 
 M = TypeVar("M", bound="tuple[Any, ...]")
 
@@ -139,10 +138,8 @@ class InOrder(Generic[M]):
         units = self.units()
         found = [unit.block for unit in units if unit.block is not None]
         keep = needed_outputs(self.model, self.forward, found)
-        streams = [
-            Stream(self.forward, found, len(self.batches), keep, self.progress.stream(name))
-            for name in ("quantized", "float")
-        ]
+        stores = map(self.progress.stream, ("quantized", "float"))
+        streams = [Stream(self.forward, found, len(self.batches), keep, store) for store in stores]
         self.quantized, self.of_float = streams
         for index, unit in enumerate(units):
             stays = self.weights.stay or unit.block is None

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ...checkpoint import part_file, save, sources, tensor_file
+from ...checkpoint import part_file, save_load, sources, tensor_file
 from ...checkpoint.part_file import Damaged, clear_folder, read_journal, write_journal
 from ...dtypes import QuantizedTensor
 from ..data import Data
@@ -191,7 +191,7 @@ class Resumable(Progress[M]):
         encoded = {name: self.encode(value) for name, value in made.items()}
         checksum = None
         if encoded:
-            save.save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
+            save_load.save_quantized({name: weight for name, (weight, _) in encoded.items()}, self._path(unit))
             checksum = self._source(unit).checksum
         rows = [*self.rows, {name: row for name, (_, row) in encoded.items()}]
         checksums = [*self.checksums, checksum]
@@ -245,10 +245,7 @@ def _of_leaf(leaf: Any) -> Any:
         return leaf
     if type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype"):
         return ["array", _of_tensor(torch.as_tensor(leaf, device="cpu"))]
-    raise ValueError(
-        f"resume: a batch holds a {type(leaf).__name__}, which has no fingerprint; give batches of tensors, "
-        "numbers and text, or calibrate without resume="
-    )
+    raise ValueError(f"resume: a batch holds a {type(leaf).__name__}, want tensors, numbers and text")
 
 
 def _of_tensor(tensor: Tensor) -> Any:

@@ -126,8 +126,7 @@ class Propagation:
     where the model multiplies by (c + parameter) (`shifts`), and why scales have to be 1 (`blocked`)."""
 
     def __init__(self, graph: ModelGraph, rule: Callable[[fx.Node], Rule], name: str, labels: Tensor) -> None:
-        self.graph = graph
-        self.rule = rule
+        self.graph, self.rule = graph, rule
         self.scaled: dict[str, Tensor] = {name: labels}
         self.shifts: dict[str, float] = {}
         self.blocked: dict[int, str] = {}

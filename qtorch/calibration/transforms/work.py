@@ -84,9 +84,7 @@ class Work:
     """The model that transforms change, by replacing its parameters, and the recipes of its parameters by name."""
 
     def __init__(self, model: nn.Module, data: Data, recipes: Mapping[str, WeightRecipe]) -> None:
-        self.model = model
-        self.data = data
-        self.recipes = recipes
+        self.model, self.data, self.recipes = model, data, recipes
         self.batches: list[Any] = data.checked()
         self.parameters = Parameters(model)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of other packages, one format a file: each is a `Source`, which `load_quantized` reads.
+"""Checkpoints of other packages: each is a `Source`, which `load_quantized` reads.
 
 Every module of this package is imported here, which registers the formats.
 """

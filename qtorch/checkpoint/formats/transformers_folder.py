@@ -192,16 +192,13 @@ class TransformersFolder(CanonicalSource):
             raise ValueError(str(error)) from error
 
     def __init__(self, folder: HFFolder, mmap: bool) -> None:
-        self.path = folder.path
-        self.folder = folder
-        self.mmap = mmap
+        self.path, self.folder, self.mmap = folder.path, folder, mmap
         self.index = Index()
         with naming(self.path):
             for file in folder.files:
                 self.index.add(Index.parse(file.metadata))
             plain = self._check_names()
-        self.entries = self.index.quantized
-        self.aliases = self.index.aliases
+        self.entries, self.aliases = self.index.quantized, self.index.aliases
         self.names = plain | self.entries.keys() | self.aliases.keys()
 
     def close(self) -> None:

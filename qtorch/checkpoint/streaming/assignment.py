@@ -190,9 +190,8 @@ def _check_joined(recipes: Mapping[str, Recipe | None]) -> None:
             raise Refused(f"{where}, and they have different recipes: {', '.join(map(str, asked))}")
         if isinstance(asked[0], WeightRecipe) and shares_scales(asked[0].linear_spec().weight):
             raise Refused(
-                f"{where}, whose scales of {asked[0]} are found together; ask for scales per row or group alone "
-                "(nf4_weight_only(double_quantize=False)), or for format='qtorch', or load the float model with "
-                "quantization_config=QtorchConfig(...) and save that"
+                f"{where}, whose scales of {asked[0]} are found together; take scales per row or group alone "
+                "(nf4_weight_only(double_quantize=False)), or format='qtorch'"
             )
 
 

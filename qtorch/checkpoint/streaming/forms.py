@@ -70,10 +70,7 @@ def _check(path: Path, source: Path) -> None:
         return
     target = path.resolve()
     if not any(target.is_relative_to(folder) for folder in allowed):
-        raise ValueError(
-            f"{path} is a link to {target}, outside of the folder, and would be copied from there: put the file "
-            "itself in its place, or remove the link"
-        )
+        raise ValueError(f"{path} is a link to {target}, outside of the folder; put the file in its place")
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path}: it has {path.stat().st_size} bytes; files beside weights have at most {MAX_BYTES}")
 
@@ -153,9 +150,8 @@ class OwnForm(Form):
         root, *shards = files
         self.header.plain = list(self.plain)
         of_root, *places = self.places(len(files), target, root.path.parent)
-        self.header.shards = {
-            place.name: [tensor.name for tensor in shard.written] for place, shard in zip(places, shards, strict=True)
-        }
+        pairs = zip(places, shards, strict=True)
+        self.header.shards = {place.name: [tensor.name for tensor in shard.written] for place, shard in pairs}
         self.header.checksums = {tensor.name: tensor.crc32 for file in files for tensor in file.written}
         for shard in shards:
             shard.finish({})

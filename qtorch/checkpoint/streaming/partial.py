@@ -23,8 +23,7 @@ from torch import Tensor
 from ...model.report import CalibrationReport, LayerReport
 from ...primitives.jsonable import construct
 from .. import part_file
-from ..folder_source import FloatFolder, look
-from ..hf_folder import CONFIG, SUFFIX, read_object
+from ..hf_folder import CONFIG, SUFFIX, FloatFolder, look, read_object
 from ..part_file import JOURNAL, Damaged, PartFile, read_journal
 from ..sources import SOURCES, QtorchSource, Source, open_source
 from .forms import Form, file_name
@@ -200,10 +199,9 @@ def _counts_and_rows(journal: Any, names: Sequence[str]) -> tuple[list[int], lis
 
 
 def _row(data: Any) -> LayerReport:
-    calibration = data["calibration"]
-    return construct(
-        LayerReport, {**data, "calibration": None if calibration is None else construct(CalibrationReport, calibration)}
-    )
+    if data["calibration"] is not None:
+        data = {**data, "calibration": construct(CalibrationReport, data["calibration"])}
+    return construct(LayerReport, data)
 
 
 def open_any(path: Path) -> Source:

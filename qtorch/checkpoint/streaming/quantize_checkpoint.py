@@ -1,4 +1,4 @@
-"""quantize_checkpoint and convert_checkpoint: rewrite a checkpoint tensor by tensor, without building the model.
+"""quantize_checkpoint, convert_checkpoint, save_gguf: a checkpoint rewritten tensor by tensor, without the model.
 
 At no time is more in memory than one tensor with its codes. The new checkpoint appears complete or not at all, and a
 call that was killed is continued by the next one with the same arguments.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +33,9 @@ from ...primitives.files import naming
 from ...quantize_api import check_are_recipes
 from ...recipes.base import Recipe
 from .. import formats  # noqa: F401 (registers the formats)
+from ..formats.gguf.writing import GgufFormat, check_gguf
 from ..formats.transformers_folder import recipe_json
-from ..save_folder import SAVE_FORMATS, check_destination, save_format
+from ..save_folder import SAVE_FORMATS, check_destination, save_folder, save_format
 from ..sources import Contents, Source
 from ..tensor_file import OWN_FORMAT, check_name
 from .assignment import assign, check_values
@@ -190,10 +192,7 @@ def _check_paths(function: str, src: Path, format: str, dst: Path) -> None:
     if format != OWN_FORMAT:
         save_format(format)
     if format == OWN_FORMAT and dst.suffix != ".safetensors":
-        raise ValueError(
-            f"{function}: the format {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got dst={dst}; "
-            f"folders are written by {', '.join(map(repr, sorted(SAVE_FORMATS)))}"
-        )
+        raise ValueError(f"{function}: {OWN_FORMAT!r} is a file, such as {dst.name}.safetensors, got {dst=!s}")
     if len(os.fsencode(dst.name)) > _MAX_NAME:
         raise ValueError(f"{function}: {dst.name!r:.80} has more than {_MAX_NAME} bytes; files are named after it")
     if format in SAVE_FORMATS:
@@ -258,3 +257,46 @@ def _rewrite(
             bar.update(contents[name].nbytes)
         partial.finish()
         return partial.rows
+
+
+def save_gguf(
+    model_or_folder: nn.Module | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    types: str | Mapping[str, str] | None = None,
+    requantize: bool = False,
+) -> None:
+    """Save a model of transformers as a GGUF file, which llama.cpp runs.
+
+    Quantized weights whose numbers a type of GGUF has are written code for code: those of `gguf_q4_0()` and its kin,
+    of `mxfp4_weight_only()`, of a GGUF file that was read, and others whose scales are numbers of fp16.
+
+    Args:
+        model_or_folder: a model with a `config`; or any checkpoint that `load_quantized` reads, with a config.json
+            beside it, which is converted tensor by tensor.
+        path: the file, which ends in ".gguf".
+        tokenizer: a tokenizer of transformers, or the folder of one; by default that of the folder. A file without one
+            takes numbers of tokens only.
+        types: the type of the weights in floating point, such as "Q8_0", or an ordered mapping from names of modules,
+            or regular expressions, to types, of which the first that matches counts. By default they keep their dtype.
+        requantize: round weights once more that are quantized and not of the type that is asked for, or of any: they
+            become what `types` says, or Q8_0, and a warning names them.
+
+    Raises:
+        ImportError: the package `gguf` is missing.
+        ValueError: the architecture is not known, llama.cpp would compute something else, a quantized weight is of no
+            type, or an entry of `types` is unknown or has no effect.
+        FileExistsError: a checkpoint is converted, and `path` exists.
+    """
+    check_gguf()
+    with tempfile.TemporaryDirectory() as temporary:
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(temporary)
+            tokenizer = temporary
+        options = {"types": types, "requantize": requantize}
+        options["tokenizer"] = None if tokenizer is None else os.fspath(tokenizer)
+        if isinstance(model_or_folder, nn.Module):
+            save_folder(model_or_folder, path, GgufFormat.name, max_shard_size=5 * 2**30, options=options)
+        else:
+            convert_checkpoint(model_or_folder, path, format=GgufFormat.name, options=options)

@@ -48,9 +48,7 @@ class _QuantizedLinear(nn.Linear):
 
 def _nf4(function: str, quant_type: str, blocksize: int | None, compress_statistics: bool) -> WeightRecipe:
     if quant_type != "nf4":
-        raise ValueError(
-            f"{function}: quant_type={quant_type!r:.20} has no equivalent in qtorch; write quant_type='nf4'"
-        )
+        raise ValueError(f"{function}: quant_type={quant_type!r:.20} has no equivalent; write quant_type='nf4'")
     return nf4_weight_only(group_size=blocksize or 64, double_quantize=compress_statistics)
 
 
@@ -101,10 +99,7 @@ class Linear8bitLt(_QuantizedLinear):
         device: Any = None,
     ) -> None:
         if has_fp16_weights:
-            raise ValueError(
-                "Linear8bitLt: has_fp16_weights=True, the default, trains float weights: write has_fp16_weights=False, "
-                "or quantize_(model, int8_mixed_precision_training())"
-            )
+            raise ValueError("Linear8bitLt: has_fp16_weights=True trains floats: write has_fp16_weights=False")
         if threshold:
             raise ValueError(f"Linear8bitLt: threshold={threshold} has no equivalent; write 0, or int8_weight_only()")
         super().__init__(int8_dynamic_activation_int8_weight(), input_features, output_features, bias, device)
@@ -127,6 +122,4 @@ def Params4bit(
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(
-        f"bitsandbytes.nn.{name} has no equivalent here, only {', '.join(__all__)}; quantize_ does the rest"
-    )
+    raise AttributeError(f"bitsandbytes.nn.{name} has no equivalent here, only {', '.join(__all__)}")

@@ -108,15 +108,8 @@ def onnx_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def _integer(value: int) -> Any:
         return op.Constant(value_int=int(value))
 
-    functions = (
-        dequantize_per_channel,
-        dequantize_per_channel_group,
-        quantize_per_tensor,
-        dequantize_per_tensor,
-        choose_qparams_per_token_asymmetric,
-        quantize_per_token,
-        dequantize_per_token,
-    )
+    functions: list[Any] = [dequantize_per_channel, dequantize_per_channel_group, quantize_per_tensor]
+    functions += [dequantize_per_tensor, choose_qparams_per_token_asymmetric, quantize_per_token, dequantize_per_token]
     operators = decomposed()
     return {getattr(operators, function.__name__).default: function for function in functions}
 
@@ -239,9 +232,8 @@ class Weights:
                 return found
             name += "_"
         tensor = self.ir.tensor(np.ascontiguousarray(array), name=name)
-        value = self.ir.Value(
-            name=name, shape=self.ir.Shape(array.shape), type=self.ir.TensorType(tensor.dtype), const_value=tensor
-        )
+        shape, type = self.ir.Shape(array.shape), self.ir.TensorType(tensor.dtype)
+        value = self.ir.Value(name=name, shape=shape, type=type, const_value=tensor)
         self.graph.register_initializer(value)
         return value
 
@@ -328,22 +320,11 @@ def onnx(
     for name, scheme in schemes.items():
         spec = scheme.activation
         if spec is not None and (spec.dtype.format is not None or spec.scale_dtype == torch.float8_e8m0fnu):
-            raise ValueError(
-                f"onnx: {name} quantizes its input to {spec}, for which ONNX has no operators; use a weight-only "
-                "recipe of the same format"
-            )
+            raise ValueError(f"onnx: {name} quantizes its input to {spec}, which ONNX lacks; use a weight-only recipe")
+    fixed: Any = {"dynamo": True, "optimize": False, "verbose": False, "opset_version": opset_version}
+    fixed["custom_translation_table"] = onnx_translations()
     with torch.no_grad():
-        program = torch.onnx.export(
-            ready,
-            args,
-            kwargs=dict(kwargs or {}),
-            dynamo=True,
-            opset_version=opset_version,
-            optimize=False,
-            verbose=False,
-            custom_translation_table=onnx_translations(),
-            **options,
-        )
+        program = torch.onnx.export(ready, args, kwargs=dict(kwargs or {}), **fixed, **options)
     assert program is not None
     codes = {f"{name}_qdata": scheme.weight.dtype for name, scheme in schemes.items()}
     _simplify(program, Weights(program.model.graph, codes))

@@ -149,8 +149,7 @@ class FusedModel(nn.Module):
 
     def __init__(self, model: nn.Module, examples: tuple[Any, ...]) -> None:
         super().__init__()
-        self.model = model
-        self._examples = examples
+        self.model, self._examples = model, examples
         self._forget()
 
     def _forget(self) -> None:
@@ -246,10 +245,7 @@ def _plan_of(model: nn.Module, examples: tuple[Any, ...]) -> Plan:
         traced = fx.GraphModule(model, graph)
     except Exception as error:
         line = (str(error).splitlines() or [""])[0]
-        raise ValueError(
-            f"fuse_convolutions: torch.fx cannot trace this {type(model).__name__} ({type(error).__name__}: {line}); "
-            "fuse the parts that it can trace"
-        ) from error
+        raise ValueError(f"fuse_convolutions: torch.fx cannot trace this {type(model).__name__}: {line}") from error
     return Plan(graph, dict(model.named_modules()), shapes_of(traced, examples))
 
 

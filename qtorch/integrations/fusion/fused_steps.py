@@ -52,8 +52,7 @@ class Workspace:
     """What is handed from step to step by value, codes and reals, and what each step has prepared."""
 
     def __init__(self, library: Library, channels_last: bool) -> None:
-        self.library = library
-        self.channels_last = channels_last
+        self.library, self.channels_last = library, channels_last
         self.codes: dict[tuple[fx.Node, Numerics], Codes] = {}
         self.reals: dict[fx.Node, Tensor] = {}
         self.calls: dict[Any, Any] = {}

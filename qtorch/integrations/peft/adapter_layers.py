@@ -8,6 +8,7 @@ float parameter, so that PEFT's own code runs; the codes are kept, and come back
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from peft.tuners.lora import LoraLayer, variants
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
@@ -26,7 +28,26 @@ from ...dtypes import QuantizedTensor
 from ...model.install import Change, install, keep_attributes
 from ...model.module_repr import show_quantized
 from .expert_adapters import adapted_parameter
-from .versions import has_options, of_magnitude, option
+
+# What differs between versions of PEFT, back to 0.18.
+
+_MAGNITUDE_IS_NAMED = "adapter_name" in inspect.signature(DoraLinearLayer.forward).parameters
+
+
+def option(arguments: Mapping[str, Any], name: str, default: Any) -> Any:
+    """An option of the adapter that `update_layer` is called with: before 0.19 an argument, now of `config`."""
+    return getattr(arguments.get("config"), name, arguments.get(name, default))
+
+
+def has_options(arguments: Mapping[str, Any]) -> bool:
+    """Whether `update_layer` is called with the options of LoRA."""
+    return arguments.get("config") is not None or "init_lora_weights" in arguments
+
+
+def of_magnitude(adapter: str) -> dict[str, str]:
+    """What the forward of DoRA's magnitude takes since 0.19: the name of the adapter."""
+    return {"adapter_name": adapter} if _MAGNITUDE_IS_NAMED else {}
+
 
 # DoRA on quantized weights (Liu et al. 2024, arXiv:2402.09353).
 #
@@ -36,50 +57,41 @@ from .versions import has_options, of_magnitude, option
 # is the product of the quantized layer.
 
 
+def _magnitude(module: Any, adapter: str, x: Tensor, factors: Any, bias: Any = None, **more: Any) -> Any:
+    """PEFT's magnitude of an adapter with these factors (A, B), on the dequantized weight."""
+    base = SimpleNamespace(weight=nn.Parameter(module.get_base_layer().weight.dequantize(), False), bias=bias)
+    given = {"lora_A": factors[0], "lora_B": factors[1], "scaling": module.scaling[adapter], "base_layer": base}
+    return module.lora_magnitude_vector[adapter](x, **given, **more, **of_magnitude(adapter))
+
+
 def _linear_or_conv(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
     """`forward` of DoRA for `lora.Linear` and the convolutions."""
     dropout, base_result = module.lora_dropout[active_adapter], result
     if module.training and not isinstance(dropout, nn.Identity):
         x = dropout(x)
         base_result = module.base_layer(x.to(result.dtype))
-    base = module.get_base_layer()
-    return result + module.lora_magnitude_vector[active_adapter](
-        x,
-        lora_A=module.lora_A[active_adapter],
-        lora_B=module.lora_B[active_adapter],
-        scaling=module.scaling[active_adapter],
-        base_layer=SimpleNamespace(weight=nn.Parameter(base.weight.dequantize(), False), bias=base.bias),
-        base_result=base_result,
-        **of_magnitude(active_adapter),
-    )
+    factors, bias = (module.lora_A[active_adapter], module.lora_B[active_adapter]), module.get_base_layer().bias
+    made: Tensor = _magnitude(module, active_adapter, x, factors, bias, base_result=base_result)
+    return result + made
 
 
 def _embedding(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
     """`forward` of DoRA for `lora.Embedding`."""
-    norm_scale, of_adapter = module.lora_magnitude_vector[active_adapter](
-        x,
-        lora_A=module.lora_embedding_A[active_adapter].T,
-        lora_B=module.lora_embedding_B[active_adapter].T,
-        scaling=module.scaling[active_adapter],
-        base_layer=SimpleNamespace(weight=nn.Parameter(module.get_base_layer().weight.dequantize(), False)),
-        embed_fn=module._embed,
-        **of_magnitude(active_adapter),
-    )
+    factors = module.lora_embedding_A[active_adapter].T, module.lora_embedding_B[active_adapter].T
+    norm_scale, of_adapter = _magnitude(module, active_adapter, x, factors, embed_fn=module._embed)
     embed_scale = module._get_embed_scale()
     if embed_scale is not None:
         of_adapter = of_adapter * embed_scale.to(of_adapter.dtype)
-    return norm_scale * result + of_adapter
+    made: Tensor = norm_scale * result + of_adapter
+    return made
 
 
 VARIANTS = {
     variant: type(f"Quantized{variant.__name__}", (variant,), {"forward": staticmethod(forward)})
-    for variant, forward in (
-        (variants.DoraLinearVariant, _linear_or_conv),
-        (variants.DoraConv1dVariant, _linear_or_conv),
-        (variants.DoraConv2dVariant, _linear_or_conv),
-        (variants.DoraConv3dVariant, _linear_or_conv),
+    for variant, forward in [
+        *((getattr(variants, f"Dora{of}Variant"), _linear_or_conv) for of in ("Linear", "Conv1d", "Conv2d", "Conv3d")),
         (variants.DoraEmbeddingVariant, _embedding),
-    )
+    ]
 }
 """Variant whose forward looks at the base weight -> its class for quantized weights."""
 
@@ -111,10 +123,7 @@ def requantize_merged() -> Iterator[None]:
 def requantized(base: QuantizedTensor, values: Tensor) -> nn.Parameter:
     """A frozen parameter with `values`, quantized as `base` is."""
     if not bool(values.isfinite().all()):
-        raise ValueError(
-            "NaN or infinite values in the merged weights, which no code represents: the adapter seems to be broken; "
-            "the base weight is unchanged"
-        )
+        raise ValueError("NaN or infinite values in the merged weights; the base weight is unchanged")
     return keep_attributes(nn.Parameter(base.quantized_like(values.detach()), requires_grad=False), base)
 
 
@@ -290,10 +299,7 @@ def adapt(layer: Any, base: nn.Module) -> None:
     while isinstance(root, BaseTunerLayer):
         root = root.base_layer
     if isinstance(layer, MultiheadAttention):
-        raise ValueError(
-            "LoRA on nn.MultiheadAttention adds to its weights in each forward, which are quantized here; leave it out "
-            "of target_modules, or in float: dequantize_(that module)"
-        )
+        raise ValueError("LoRA on nn.MultiheadAttention adds to quantized weights; leave it out of target_modules")
     if not any(is_frozen(root._parameters[name]) for name in names_of(layer, root)):
         return
     kind: Any = type(layer)

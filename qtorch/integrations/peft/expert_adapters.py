@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .versions import delta_factors
-
 
 @dataclass(frozen=True, eq=False)
 class AdaptedParameter:
@@ -104,6 +102,24 @@ def adapted_parameter(layer: Any, adapters: list[str]) -> AdaptedParameter:
         lefts.append((left * scaling).to(base.dtype))
         rights.append(right.to(base.dtype))
     return AdaptedParameter(base, torch.cat(lefts, -1), torch.cat(rights, -2))
+
+
+def is_swapped(layer: Any) -> bool:
+    """Whether a `ParamWrapper` sees experts as (experts, outputs, inputs); 0.18 never does."""
+    return bool(getattr(layer, "_did_swap_in_out_features", False))
+
+
+def delta_factors(layer: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
+    """`ParamWrapper.get_delta_factors`, which 0.21 added: (left, right, scaling), left (E, M, R), right (E, R, N)."""
+    if hasattr(layer, "get_delta_factors"):
+        left, right, scaling = layer.get_delta_factors(adapter)
+        return left, right, scaling
+    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    a = a.reshape(layer.num_experts, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, layer.num_experts).permute(2, 0, 1)
+    left, right = (b, a) if is_swapped(layer) else (a.mT, b.mT)
+    dtype = layer.get_param().dtype
+    return left.to(dtype), right.to(dtype), layer.scaling[adapter]
 
 
 def _linear(input: Tensor, weight: AdaptedParameter, bias: Tensor | None = None) -> Tensor:

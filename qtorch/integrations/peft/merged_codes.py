@@ -38,10 +38,7 @@ class OnMergedCodes(OnQuantized):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not issubclass(cls.peft_class, Linear):
-            raise ValueError(
-                f"merged_codes=True takes adapters of the class lora.Linear, not {cls.peft_class.__qualname__}; leave "
-                "the module out of target_modules, or in float"
-            )
+            raise ValueError(f"merged_codes=True takes lora.Linear, not {cls.peft_class.__qualname__}; leave it out")
 
     @tracing.outside_graphs("the codes of merged weights are chosen in eager mode")
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -136,9 +133,7 @@ def check_adapter(layer: Any, name: str) -> None:
     }
     for what, there in found.items():
         if there:
-            raise ValueError(
-                f"merged_codes=True takes LoRA without dropout, bias and variants; adapter {name!r} has {what}"
-            )
+            raise ValueError(f"merged_codes=True takes LoRA without dropout, bias and variants; {name!r} has {what}")
 
 
 def train_through_codes(model: nn.Module) -> None:

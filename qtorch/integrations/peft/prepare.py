@@ -17,8 +17,8 @@ from ...calibration.statistics import SecondMoment
 from ...dtypes import QuantizedTensor
 from ...model.install import check_model
 from .adapter_layers import OnQuantized, adapt_model, floats, replace_parameters, requantized
+from .expert_adapters import is_swapped
 from .merged_codes import train_through_codes
-from .versions import is_swapped
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -19,33 +19,12 @@ from . import functions, translate
 from .functions import E4M3
 from .translate import arguments, none, only, refuse
 
-__all__ = [
-    "AOPerModuleConfig",
-    "Float8DynamicActivationFloat8WeightConfig",
-    "Float8DynamicActivationInt4WeightConfig",
-    "Float8StaticActivationFloat8WeightConfig",
-    "Float8WeightOnlyConfig",
-    "FqnToConfig",
-    "Int4WeightOnlyConfig",
-    "Int8DynamicActivationInt4WeightConfig",
-    "Int8DynamicActivationInt8WeightConfig",
-    "Int8DynamicActivationIntxWeightConfig",
-    "Int8StaticActivationInt8WeightConfig",
-    "Int8WeightOnlyConfig",
-    "IntxWeightOnlyConfig",
-    "MXDynamicActivationMXWeightConfig",
-    "ModuleFqnToConfig",
-    "NF4WeightOnlyConfig",
-    "NVFP4DynamicActivationNVFP4WeightConfig",
-    "NVFP4WeightOnlyConfig",
-    "UIntxWeightOnlyConfig",
-]
-
-INTX = {
-    "intx_packing_format": only("unpacked_to_int8", instead="use layout=... of the recipe"),
-    "intx_choose_qparams_algorithm": only("affine", instead="use use_hqq=True of intx_weight_only"),
-}
-"""Rules of the two configurations of integers of any width."""
+__all__ = ["AOPerModuleConfig", "Float8DynamicActivationFloat8WeightConfig", "Float8DynamicActivationInt4WeightConfig"]
+__all__ += ["Float8StaticActivationFloat8WeightConfig", "Float8WeightOnlyConfig", "FqnToConfig", "Int4WeightOnlyConfig"]
+__all__ += ["Int8DynamicActivationInt4WeightConfig", "Int8DynamicActivationInt8WeightConfig"]
+__all__ += ["Int8DynamicActivationIntxWeightConfig", "Int8StaticActivationInt8WeightConfig", "Int8WeightOnlyConfig"]
+__all__ += ["IntxWeightOnlyConfig", "MXDynamicActivationMXWeightConfig", "ModuleFqnToConfig", "NF4WeightOnlyConfig"]
+__all__ += ["NVFP4DynamicActivationNVFP4WeightConfig", "NVFP4WeightOnlyConfig", "UIntxWeightOnlyConfig"]
 
 
 def _rows(value: Any) -> Any:
@@ -81,7 +60,7 @@ def Int4WeightOnlyConfig(
     return functions.int4_weight_only(group_size, use_hqq=use_hqq)
 
 
-@arguments(granularity=_rows, reduce_range=only(False, None))
+@arguments(granularity=_rows)
 def Int8DynamicActivationInt8WeightConfig(
     act_mapping_type: Any = MappingType.SYMMETRIC,
     weight_only_decode: bool = False,
@@ -95,12 +74,7 @@ def Int8DynamicActivationInt8WeightConfig(
     return functions.int8_dynamic_activation_int8_weight(layout, act_mapping_type, weight_only_decode)
 
 
-@arguments(
-    act_quant_scale=translate.scale,
-    act_quant_zero_point=none,
-    act_mapping_type=translate.symmetric,
-    reduce_range=only(False, None),
-)
+@arguments(act_quant_zero_point=none, act_mapping_type=translate.symmetric)
 def Int8StaticActivationInt8WeightConfig(
     act_quant_scale: torch.Tensor | float | None = None,
     act_quant_zero_point: Any = None,
@@ -114,13 +88,7 @@ def Int8StaticActivationInt8WeightConfig(
     return recipes.int8_static_activation_int8_weight(act_quant_scale)  # type: ignore[arg-type]
 
 
-@arguments(
-    weight_granularity=translate.group_size,
-    weight_mapping_type=translate.mapping,
-    weight_scale_dtype=none,
-    act_mapping_type=translate.mapping,
-    **INTX,
-)
+@arguments(weight_granularity=translate.group_size)
 def Int8DynamicActivationIntxWeightConfig(
     weight_dtype: torch.dtype = torch.int8,
     weight_granularity: Any = PerGroup(32),
@@ -147,7 +115,7 @@ def Int8DynamicActivationInt4WeightConfig(
     return functions.int8_dynamic_activation_int4_weight(group_size, act_mapping_type=act_mapping_type, **more)
 
 
-@arguments(granularity=translate.group_size, mapping_type=translate.mapping, scale_dtype=none, **INTX)
+@arguments(granularity=translate.group_size)
 def IntxWeightOnlyConfig(
     weight_dtype: torch.dtype = torch.int8,
     granularity: Any = PerAxis(0),
@@ -165,7 +133,7 @@ def IntxWeightOnlyConfig(
     return recipes.int8_weight_only(group_size=None if granularity == -1 else granularity)
 
 
-@arguments(packing_bitwidth=none)
+@arguments()
 def UIntxWeightOnlyConfig(
     group_size: int | None = 128,
     bit_width: int = 4,
@@ -187,9 +155,6 @@ def Float8WeightOnlyConfig(
 @arguments(
     granularity=translate.granularity,
     packing_format=only("plain", "sparse_2d_data_2d_metadata", "sparse_1d_data_1d_metadata"),
-    mm_config=translate.products,
-    activation_value_lb=none,
-    activation_value_ub=none,
     kernel_preference=translate.default_kernel,
 )
 def Float8DynamicActivationFloat8WeightConfig(
@@ -212,13 +177,10 @@ def Float8DynamicActivationFloat8WeightConfig(
 
 
 @arguments(
-    act_quant_scale=translate.scale,
     granularity=translate.granularity,
-    mm_config=translate.products,
     kernel_preference=translate.default_kernel,
     step=only(None, instead="docs/guides/static_activations.md shows how to calibrate"),
     quantize_and_dequantize_output=only(False),
-    output_act_quant_scale=none,
 )
 def Float8StaticActivationFloat8WeightConfig(
     act_quant_scale: torch.Tensor | float | None = None,
@@ -263,7 +225,7 @@ def MXDynamicActivationMXWeightConfig(
     raise refuse(name, "weight_dtype", weight_dtype, "it is torch.float8_e4m3fn or torch.float4_e2m1fn_x2")
 
 
-@arguments(use_dynamic_per_tensor_scale=only(True), step=none)
+@arguments(step=none)
 def NVFP4DynamicActivationNVFP4WeightConfig(
     use_triton_kernel: bool = True, use_dynamic_per_tensor_scale: bool = True, step: Any = None
 ) -> WeightRecipe:
@@ -271,7 +233,7 @@ def NVFP4DynamicActivationNVFP4WeightConfig(
     return recipes.nvfp4_dynamic_activation_nvfp4_weight()
 
 
-@arguments(use_dynamic_per_tensor_scale=only(True))
+@arguments()
 def NVFP4WeightOnlyConfig(use_dynamic_per_tensor_scale: bool = True) -> WeightRecipe:
     """`nvfp4_weight_only`."""
     return recipes.nvfp4_weight_only()

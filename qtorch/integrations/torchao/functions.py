@@ -21,23 +21,11 @@ from ...recipes.base import WeightRecipe
 from . import translate
 from .translate import arguments, only, refuse
 
-__all__ = [
-    "ALL_AUTOQUANT_CLASS_LIST",
-    "DEFAULT_AUTOQUANT_CLASS_LIST",
-    "DEFAULT_INT4_AUTOQUANT_CLASS_LIST",
-    "OTHER_AUTOQUANT_CLASS_LIST",
-    "autoquant",
-    "float8_dynamic_activation_float8_weight",
-    "float8_static_activation_float8_weight",
-    "float8_weight_only",
-    "fpx_weight_only",
-    "int4_weight_only",
-    "int8_dynamic_activation_int4_weight",
-    "int8_dynamic_activation_int8_semi_sparse_weight",
-    "int8_dynamic_activation_int8_weight",
-    "int8_weight_only",
-    "uintx_weight_only",
-]
+__all__ = ["ALL_AUTOQUANT_CLASS_LIST", "DEFAULT_AUTOQUANT_CLASS_LIST", "DEFAULT_INT4_AUTOQUANT_CLASS_LIST"]
+__all__ += ["OTHER_AUTOQUANT_CLASS_LIST", "autoquant", "float8_dynamic_activation_float8_weight"]
+__all__ += ["float8_static_activation_float8_weight", "float8_weight_only", "fpx_weight_only", "int4_weight_only"]
+__all__ += ["int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight"]
+__all__ += ["int8_dynamic_activation_int8_weight", "int8_weight_only", "uintx_weight_only"]
 
 E4M3 = torch.float8_e4m3fn
 
@@ -47,7 +35,7 @@ def int8_weight_only(group_size: int | None = None, set_inductor_config: bool = 
     return recipes.int8_weight_only(group_size=group_size)
 
 
-@arguments(layout=translate.layout, layout_type=translate.layout)
+@arguments()
 def int4_weight_only(
     group_size: int = 128,
     layout: Any = None,
@@ -65,7 +53,7 @@ def int4_weight_only(
     return recipes.int4_weight_only(group_size, domain, layout=found, use_hqq=use_hqq)
 
 
-@arguments(layout=translate.layout, mapping_type=translate.mapping, act_mapping_type=translate.mapping)
+@arguments()
 def int8_dynamic_activation_int4_weight(
     group_size: int = 32,
     layout: Any = None,
@@ -78,12 +66,7 @@ def int8_dynamic_activation_int4_weight(
     return recipes.int8_dynamic_activation_int4_weight(group_size, mapping_type, act_mapping_type, layout=found)
 
 
-@arguments(
-    layout=translate.layout,
-    layout_type=translate.layout,
-    act_mapping_type=translate.mapping,
-    weight_only_decode=only(False),
-)
+@arguments(weight_only_decode=only(False))
 def int8_dynamic_activation_int8_weight(
     layout: Any = None,
     act_mapping_type: Any = MappingType.SYMMETRIC,
@@ -112,7 +95,7 @@ def float8_weight_only(weight_dtype: torch.dtype = E4M3, set_inductor_config: bo
     return recipes.float8_weight_only(weight_dtype)
 
 
-@arguments(granularity=translate.granularity, mm_config=translate.products)
+@arguments(granularity=translate.granularity)
 def float8_dynamic_activation_float8_weight(
     activation_dtype: torch.dtype = E4M3,
     weight_dtype: torch.dtype = E4M3,
@@ -124,7 +107,7 @@ def float8_dynamic_activation_float8_weight(
     return recipes.float8_dynamic_activation_float8_weight(granularity or PerTensor(), activation_dtype, weight_dtype)
 
 
-@arguments(scale=translate.scale, granularity=translate.granularity, mm_config=translate.products)
+@arguments(granularity=translate.granularity)
 def float8_static_activation_float8_weight(
     scale: torch.Tensor | float | None = None,
     activation_dtype: torch.dtype = E4M3,
@@ -158,22 +141,11 @@ def _layout(function: str, layout: Layout | None, layout_type: Layout | None) ->
     return layout or layout_type
 
 
-DEFAULT_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
-    None,
-    recipes.int8_weight_only(),
-    recipes.int8_dynamic_activation_int8_weight(),
-]
-DEFAULT_INT4_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
-    None,
-    recipes.int8_dynamic_activation_int8_weight(),
-    recipes.int4_weight_only(group_size=64),
-]
-OTHER_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [
-    None,
-    recipes.float8_weight_only(),
-    recipes.float8_dynamic_activation_float8_weight(PerRow()),
-    recipes.float8_dynamic_activation_float8_weight(PerTensor()),
-]
+_W8, _W8A8 = recipes.int8_weight_only(), recipes.int8_dynamic_activation_int8_weight()
+_F8, _F8A8 = recipes.float8_weight_only(), recipes.float8_dynamic_activation_float8_weight
+DEFAULT_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [None, _W8, _W8A8]
+DEFAULT_INT4_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [None, _W8A8, recipes.int4_weight_only(group_size=64)]
+OTHER_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = [None, _F8, _F8A8(PerRow()), _F8A8(PerTensor())]
 ALL_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = list(
     dict.fromkeys(DEFAULT_AUTOQUANT_CLASS_LIST + DEFAULT_INT4_AUTOQUANT_CLASS_LIST + OTHER_AUTOQUANT_CLASS_LIST)
 )

@@ -12,21 +12,11 @@ from ...primitives import Granularity, MappingType, PerAxis, PerGroup, PerRow, P
 from ...recipes.base import Recipe, WeightRecipe
 from . import configs, translate
 from .functions import E4M3
-from .translate import arguments, none, only, refuse
+from .translate import arguments, only, refuse
 
-__all__ = [
-    "BitNetTrainingConfig",
-    "FakeQuantizeConfig",
-    "Float8FakeQuantizeConfig",
-    "Int4WeightFakeQuantizeConfig",
-    "Int8MixedPrecisionTrainingConfig",
-    "Int8WeightOnlyQuantizedTrainingConfig",
-    "IntxFakeQuantizeConfig",
-    "QATConfig",
-    "bitnet_training",
-    "int8_mixed_precision_training",
-    "int8_weight_only_quantized_training",
-]
+__all__ = ["BitNetTrainingConfig", "FakeQuantizeConfig", "Float8FakeQuantizeConfig", "Int4WeightFakeQuantizeConfig"]
+__all__ += ["Int8MixedPrecisionTrainingConfig", "Int8WeightOnlyQuantizedTrainingConfig", "IntxFakeQuantizeConfig"]
+__all__ += ["QATConfig", "bitnet_training", "int8_mixed_precision_training", "int8_weight_only_quantized_training"]
 
 
 def Int8MixedPrecisionTrainingConfig(
@@ -116,7 +106,7 @@ def IntxFakeQuantizeConfig(
     return FakeQuantize(name, dtype, granularity, mapping_type, range_learning)
 
 
-@arguments(granularity=translate.granularity, hp_value_lb=none, hp_value_ub=none)
+@arguments(granularity=translate.granularity)
 def Float8FakeQuantizeConfig(
     dtype: torch.dtype = E4M3,
     granularity: Any = PerRow(),

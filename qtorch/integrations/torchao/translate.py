@@ -27,10 +27,12 @@ def refuse(function: str, argument: str, value: Any, instead: str) -> ValueError
 
 
 def arguments(**rules: Rule) -> Callable[[F], F]:
-    """Decorator: a function gets the results of `rules`, by name of the argument; a None that is the default stays."""
+    """Decorator: a function gets the results of `rules`, by name of the argument, else of `RULES`; a None that is the
+    default stays."""
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
+        known = {name: RULES[name] for name in signature.parameters if name in RULES} | rules
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -39,7 +41,7 @@ def arguments(**rules: Rule) -> Callable[[F], F]:
             except TypeError:
                 return function(*args, **kwargs)  # Python's own error names the function
             bound.apply_defaults()
-            for name, rule in rules.items():
+            for name, rule in known.items():
                 value = bound.arguments[name]
                 if value is None and signature.parameters[name].default is None:
                     continue
@@ -168,3 +170,18 @@ def base(recipe: Any) -> WeightRecipe:
     if not isinstance(recipe, WeightRecipe):
         raise ValueError("it is a recipe for inference, such as Int4WeightOnlyConfig()")
     return recipe
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("layout", "layout_type"), layout),
+    **dict.fromkeys(("mapping_type", "act_mapping_type", "weight_mapping_type"), mapping),
+    **dict.fromkeys(("weight_scale_dtype", "scale_dtype", "activation_value_lb", "activation_value_ub"), none),
+    **dict.fromkeys(("hp_value_lb", "hp_value_ub", "output_act_quant_scale", "packing_bitwidth"), none),
+    **dict.fromkeys(("scale", "act_quant_scale"), scale),
+    "mm_config": products,
+    "reduce_range": only(False, None),
+    "use_dynamic_per_tensor_scale": only(True),
+    "intx_packing_format": only("unpacked_to_int8", instead="use layout=... of the recipe"),
+    "intx_choose_qparams_algorithm": only("affine", instead="use use_hqq=True of intx_weight_only"),
+}
+"""Of arguments that mean the same wherever they stand."""

@@ -11,7 +11,7 @@ from ...primitives.supported_versions import check_version
 check_version("transformers")
 
 from .generation import compile_generate
-from .quantization_config import QtorchConfig
+from .loading_plan import QtorchConfig
 from .quantizer import QtorchHfQuantizer, model_changed
 
 __all__ = ["QtorchConfig", "QtorchHfQuantizer", "compile_generate"]

@@ -19,12 +19,38 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...dtypes import QuantizedTensor, dispatch, products
 from ...dtypes.experts import grouped_linear, grouped_linear_call
-from .versions import experts_implementations, grouped_mm_operator, of_experts, takes_experts_implementation
 
 NAME = "qtorch"
 
 DEFAULT = "grouped_mm"
 """The implementation that transformers chooses."""
+
+
+EXPERTS = {"has_gate": True, "has_post_expert_norm": False, "_is_expert_parallel": False}
+"""Attributes of a module of experts -> what they are before the version that has them (5.3 the first)."""
+
+
+def of_experts(module: Any, name: str) -> bool:
+    """An attribute of a module of experts."""
+    return bool(getattr(module, name, EXPERTS[name]))
+
+
+def experts_implementations(model: Any) -> dict[str, str | None]:
+    """`model.get_experts_implementation()`, where there is that: implementation by the part's config."""
+    if hasattr(model, "get_experts_implementation"):
+        return dict(model.get_experts_implementation())
+    configs = {"": model.config} | {key: getattr(model.config, key, None) for key in model.config.sub_configs}
+    return {key: config._experts_implementation for key, config in configs.items() if config is not None}
+
+
+def takes_experts_implementation(model: Any, name: str) -> bool:
+    """Whether the experts of `model` may be run by `name`: before 5.7, only transformers' own ones."""
+    if not model._can_set_experts_implementation():
+        return False
+    try:
+        return bool(model.get_correct_experts_implementation(name) == name)
+    except ValueError:
+        return False
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -74,7 +100,8 @@ def choose(model: Any) -> None:
         model.set_experts_implementation({**now, **chosen})
 
 
-if (_OPERATOR := grouped_mm_operator()) is not None:
+# What compiled graphs of "grouped_mm" call; before 5.3 they call torch's operator.
+if (_OPERATOR := getattr(torch.ops.transformers, "grouped_mm_fallback", None)) is not None:
 
     @dispatch.implements_function(_OPERATOR, _OPERATOR.default)
     def _grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

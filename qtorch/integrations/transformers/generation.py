@@ -44,8 +44,7 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
         raise ValueError(f"compile_generate: {type(model).__name__} does not generate from ids")
     if max_length <= WARM_UP or sequences < 1:
         raise ValueError(
-            f"compile_generate: got max_length={max_length} and sequences={sequences}, "
-            f"want more than {WARM_UP} tokens and at least one sequence"
+            f"compile_generate: got {max_length=} and {sequences=}, want more than {WARM_UP} tokens and a sequence"
         )
     if model.device.type == "cpu" and model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
         with contextlib.suppress(ValueError):  # a model with attention of its own keeps it
@@ -67,8 +66,5 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
             do_sample=False, stopping_criteria=[enough], **settings,
         )  # fmt: skip
     if "_compiled_call" not in vars(model):
-        raise ValueError(
-            f"compile_generate: transformers does not compile {type(model).__name__}: its cache has no fixed length, "
-            "or a part of it is not in memory; it generates without"
-        )
+        raise ValueError(f"compile_generate: transformers does not compile {type(model).__name__}; generate without")
     return settings

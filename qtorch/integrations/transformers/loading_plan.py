@@ -1,8 +1,10 @@
-"""Which weights `from_pretrained` quantizes as it loads them, decided on the model without values, and which it finds
-quantized in the files."""
+"""QtorchConfig, the argument `quantization_config` of `from_pretrained`; and which weights are quantized as they are
+loaded, decided on the model without values, or found quantized in the files.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +12,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, register_quantization_config
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...calibration.texts import are_texts, on_device, token_batches
+from ...calibration.data import are_texts, on_device, token_batches
+from ...calibration.methods import Method, with_data
 from ...checkpoint import header, tensor_file
-from ...checkpoint.formats.transformers_folder import Index, cast
+from ...checkpoint.formats.transformers_folder import (
+    QUANT_METHOD,
+    VERSION,
+    Index,
+    Names,
+    cast,
+    quantization_config,
+    read_recipe,
+)
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor, serialize
 from ...kernels.registry import choose
 from ...model.explain import problem_of
+from ...model.misfit import OnMisfit
 from ...model.misfit import choose as choose_fitting
 from ...model.module_repr import get_model_size_in_bytes
 from ...model.report import QuantizeReport, skipped_row
@@ -27,7 +41,97 @@ from ...quantize_api import check_targets, instead_of, place, quantize_
 from ...recipes.base import Recipe, WeightRecipe
 from ...training.weights.base import TrainingWeight
 from ...training.weights.codes import CodesWeight
-from .quantization_config import QtorchConfig
+
+AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)  # the entry of `qtorch_autoload`
+
+
+@register_quantization_config(QUANT_METHOD)
+class QtorchConfig(QuantizationConfigMixin):
+    """How `from_pretrained` quantizes a model while it loads it.
+
+    Args:
+        recipe: as in `quantize_`: one recipe, or an ordered mapping from names to recipes.
+        targets: what the recipe reaches, a word or some as for `quantize_`.
+        on_misfit: as for `quantize_`.
+        modules_to_not_convert: names of modules that stay in floating point, as transformers matches them: from the
+            start of a name, as a regular expression, or as its end. None: the output layer, tied weights and the last
+            module, unless the mapping asks for them by name.
+        calibration: data on which the weights are calibrated when all are loaded, in floating point: batches that the
+            model takes, or a list of texts, for which the tokenizer of the model is loaded. It is not saved.
+        calibration_method: ``"auto"``, ``"gptq"``, or a function (recipe, batches) -> recipe.
+        calibration_length: tokens of a piece of a text.
+        names, model_dtype, base_model, training, version: written by `save_pretrained`, and read again.
+
+    Raises:
+        TypeError: `recipe` is neither a recipe nor a mapping to recipes, or there is an unknown argument.
+        ValueError: the folder was written by a newer version of qtorch.
+    """
+
+    quant_method: Any
+
+    def __init__(
+        self,
+        recipe: Recipe | Mapping[str, Recipe | None] | Any = None,
+        modules_to_not_convert: Sequence[str] | None = None,
+        *,
+        targets: str | Sequence[str] = "linear",
+        on_misfit: OnMisfit = "error",
+        calibration: Iterable[Any] | None = None,
+        calibration_method: Method = "auto",
+        calibration_length: int = 512,
+        names: Names = "model",
+        model_dtype: str | None = None,
+        base_model: str | None = None,
+        training: Sequence[Any] = (),
+        version: int = VERSION,
+        quant_method: str = QUANT_METHOD,
+    ) -> None:
+        if version != VERSION:
+            raise ValueError(f"the folder has version {version!r:.40} of the format; this qtorch reads {VERSION}")
+        self.quant_method = quant_method
+        self.recipe = dict(recipe) if isinstance(recipe, Mapping) and "type" not in recipe else read_recipe(recipe)
+        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.targets = targets if isinstance(targets, str) else list(targets)
+        self.on_misfit: OnMisfit = on_misfit
+        self.calibration, self.calibration_method = calibration, calibration_method
+        self.calibration_length, self.names = calibration_length, names
+        # Not "dtype": transformers turns the values of keys of that name into dtypes.
+        self.model_dtype = model_dtype
+        self.base_model = None if base_model is None else name_on_hub(base_model)
+        # JSON data until it is used: recipes in files of newer versions must not keep others from loading.
+        self.training: list[tuple[Any, list[str]]] = [(each, list(of)) for each, of in training]
+
+    def calibrated(self, batches: Iterable[Any]) -> Any:
+        """The recipe, or the mapping, that is calibrated on `batches` if there is data for it."""
+        return self.recipe if self.calibration is None else with_data(self.recipe, batches, self.calibration_method)
+
+    def trained(self) -> dict[str, Recipe]:
+        """Name of each weight in training -> its recipe."""
+        found: dict[str, Recipe] = {}
+        for data, names in self.training:
+            recipe = read_recipe(data)
+            if not isinstance(recipe, Recipe):
+                raise ValueError(f"the weights {', '.join(names[:4])} are in training by {data!r:.200}, not known")
+            found |= dict.fromkeys(names, recipe)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        more: dict[str, Any] = {"modules_to_not_convert": self.modules_to_not_convert, "model_dtype": self.model_dtype}
+        if self.targets != "linear":
+            more["targets"] = self.targets
+        if self.on_misfit != "error":
+            more["on_misfit"] = self.on_misfit
+        if self.base_model:
+            more["base_model"] = self.base_model
+        if self.training:
+            more["training"] = [[recipe, names] for recipe, names in self.training]
+        return quantization_config(self.recipe, self.names, **more)
+
+
+def name_on_hub(name: str | None) -> str | None:
+    """`name` if it is the name of a model on the Hub, "organization/model"; None for folders."""
+    is_name = name is not None and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None
+    return name if is_name and not Path(str(name)).exists() else None
 
 
 class Plan:
@@ -49,9 +153,8 @@ class Plan:
             if recipe.selects:
                 raise ValueError(f"QtorchConfig: {recipe} changes quantized weights: call quantize_ after loading")
         self._all = _tied(find_targets(model, given, None, config.targets), model)
-        skipped = HfQuantizer.get_modules_to_not_convert(
-            model, config.modules_to_not_convert, sorted(model._keep_in_fp32_modules or ())
-        )
+        in_fp32 = sorted(model._keep_in_fp32_modules or ())
+        skipped = HfQuantizer.get_modules_to_not_convert(model, config.modules_to_not_convert, in_fp32)
         for target in self._all:
             _skip(target, skipped, config)
         choose_fitting(self._all, config.on_misfit, _check_form)
@@ -111,19 +214,13 @@ class Plan:
 def batches_of(model: Any, data: Iterable[Any], length: int) -> Iterable[Any]:
     """Batches for a model, of texts with the tokenizer of its folder."""
     if getattr(model.config, "is_encoder_decoder", False) or model.main_input_name != "input_ids":
-        raise ValueError(
-            f"QtorchConfig: {type(model).__name__} takes more than a text; give calibration= batches, such as "
-            "[dict(input_ids=..., decoder_input_ids=...)]"
-        )
+        raise ValueError(f"QtorchConfig: {type(model).__name__} takes more than a text; give calibration= batches")
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"QtorchConfig: calibration= is texts, and {model.name_or_path} has no tokenizer; give batches of tokens: "
-            f"{str(error).partition(chr(10))[0]}"
-        ) from error
+        raise ValueError(f"QtorchConfig: {model.name_or_path} has no tokenizer; give batches: {error}") from error
     return token_batches(data, tokenizer, length=length)
 
 
@@ -144,13 +241,12 @@ def _skip(target: Target[Recipe], skipped: Sequence[str], config: QtorchConfig) 
     if target.recipe is None or all(should_convert_module(name, list(skipped)) for name in names):
         return
     by_default = config.modules_to_not_convert is None
+    left = "left by default: output layer, tied or last module" if by_default else "modules_to_not_convert"
     keys = config.recipe if isinstance(config.recipe, dict) else ()
     for slot in target.slots:
         if slot.recipe is not None and not (by_default and any(is_asked_by_name(key, slot) for key in keys)):
             slot.recipe, slot.refused = None, True
-            slot.reason = (
-                "left by default: output layer, tied or last module" if by_default else "modules_to_not_convert"
-            )
+            slot.reason = left
     asked = {str(slot.recipe): slot.label for slot in target.slots if slot.recipe is not None}
     if len(asked) > 1:
         what = ", ".join(f"{label}: {recipe}" for recipe, label in asked.items())
@@ -173,8 +269,7 @@ class StoredWeights:
 
     def __init__(self, files: Sequence[str], config: QtorchConfig, dtype: torch.dtype) -> None:
         self.index = Index()
-        self.config = config
-        self.dtype = dtype
+        self.config, self.dtype = config, dtype
         keys: dict[str, Path] = {}
         for path in map(Path, files):
             file = tensor_file.TensorFile(path)

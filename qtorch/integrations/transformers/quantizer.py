@@ -1,16 +1,21 @@
-"""QtorchHfQuantizer: what transformers asks about a quantized model while it loads, saves and trains it."""
+"""QtorchHfQuantizer: what transformers asks about a quantized model while it loads, saves and trains it; and the two
+`ConversionOps` of its loading: one quantizes a weight, one reads stored ones.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from copy import copy
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy, deepcopy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import core_model_loading
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
@@ -25,9 +30,149 @@ from ...training.weights import codes, master
 from ...training.weights.base import TrainingWeight
 from ..plain_state import plain_state
 from . import experts_interface
-from .loading_plan import Plan, StoredWeights, prepare
-from .quantization_config import QtorchConfig, name_on_hub
-from .versions import ignore_unexpected
+from .loading_plan import Plan, QtorchConfig, StoredWeights, name_on_hub, placed, prepare
+
+
+class Origin(NamedTuple):
+    """What a parameter is made of: by a converter of the model, which fuses or splits, of stored names by its source
+    pattern, in the order in which it takes them; or, without one, of a weight as it is stored."""
+
+    converter: WeightConverter | None
+    names: dict[str, list[str]]
+
+
+def origins(stored: Iterable[str], others: Iterable[str], conversions: list[Any], model: Any) -> dict[str, Origin]:
+    """Name of a parameter in the model -> what it is made of, as transformers renames and fuses it while loading. A
+    converter that makes several parameters of one is under the name of the first one."""
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    state = model.state_dict()
+    found: dict[str, Origin] = {}
+    rename = core_model_loading.rename_source_key
+    for name in sorted(stored, key=core_model_loading.dot_natural_key):
+        place, _ = rename(name, renamings, [], model.base_model_prefix, state)
+        fused, pattern = rename(name, renamings, converters, model.base_model_prefix, state)
+        if place in state or pattern is None or fused not in state:
+            found[place] = Origin(None, {"": [name]})
+        else:
+            found.setdefault(fused, Origin(by_pattern[pattern], {})).names.setdefault(pattern, []).append(name)
+    for name in others:
+        fused, _ = core_model_loading.rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if fused in found and found[fused].converter is not None:
+            one = next(iter(found[fused].names.values()))[0]
+            raise ValueError(f"qtorch: {one} is stored quantized, {name} not, both are in {fused}; quantize all of it")
+    return found
+
+
+PREFIX = "qtorch:"
+"""Begins the source patterns of `StoredNames`, which no other converter has."""
+
+
+class Quantize(ConversionOps):
+    """Quantizes one weight, right after it has been read (and its experts fused) and before the next one is."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[Tensor]]:
+        # A converter of the model that makes several parameters calls this once for all of them.
+        found = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        return {
+            name: [nn.Parameter(self.plan.quantize(name, value), requires_grad=False)]
+            if name in self.plan.targets
+            else [value]
+            for name, value in found.items()
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Quantize:
+        return self
+
+
+class Deserialize(ConversionOps):
+    """Makes quantized tensors from their stored parts, and lets the converter of the model fuse or split them."""
+
+    hf_quantizer = True
+    """Tells transformers not to cast the parts to the dtype of the model."""
+
+    def __init__(self, stored: StoredWeights, origins: Mapping[str, Origin]) -> None:
+        self.stored, self.origins = stored, origins
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[Tensor]]:
+        place, model = kwargs["full_layer_name"], kwargs["model"]
+        converter, names = self.origins[place]
+        tensors = {
+            pattern: self._tensors(of, {part: input_dict.get(_key(index, part)) for part in self.stored.parts})
+            for index, (pattern, of) in enumerate(names.items())
+        }
+        if converter is None:
+            return {place: [placed(tensors[""][0], model, place)]}
+        run: Any = deepcopy(converter)
+        run.collected_tensors = tensors
+        made = run.convert(place, model=model, config=model.config)
+        firsts = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: [placed(value, model, name)] for name, value in firsts.items()}
+
+    def _tensors(self, names: list[str], parts: dict[str, Any]) -> list[QuantizedTensor]:
+        """The tensors of these names, of each part a list in the same order."""
+        given = {part: found for part, found in parts.items() if found}
+        if any(len(found) != len(names) for found in given.values()):
+            raise ValueError(f"{names[0]} to {names[-1]} are not quantized alike")
+        return [self.stored.tensor(name, {part: of[at] for part, of in given.items()}) for at, name in enumerate(names)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Deserialize:
+        return self
+
+
+class StoredNames(WeightConverter):
+    """Collects the stored parts of each parameter. It looks names up, where others match patterns: it takes a key if
+    and only if it is a part, or the marker, of a quantized parameter; all others pass it."""
+
+    __slots__ = ("owners",)
+
+    def __init__(self, stored: StoredWeights, conversions: list[Any], model: Any) -> None:
+        found = origins(stored.index.quantized, stored.others, conversions, model)
+        places = {
+            name: (place, index)
+            for place, origin in found.items()
+            for index, names in enumerate(origin.names.values())
+            for name in names
+        }
+        # transformers renames keys before it asks a converter.
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        self.owners = {
+            apply_renamings(key, renamings): (places[name][0], _key(places[name][1], part))
+            for key, (name, part) in stored.owners.items()
+        }
+        patterns = sorted({pattern for _, pattern in self.owners.values()})
+        super().__init__(patterns, "qtorch", operations=[Deserialize(stored, found)])
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return self.owners.get(source_key, (source_key, None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredNames:
+        # transformers copies a converter for every key that it takes: the names are not copied with it.
+        new = copy(self)
+        new.collected_tensors, new.layer_targets = defaultdict(list), defaultdict(set)
+        return new
+
+
+def apply_renamings(key: str, renamings: list[Any]) -> str:
+    """`core_model_loading.apply_renamings`, which 5.21 added."""
+    if hasattr(core_model_loading, "apply_renamings"):
+        return str(core_model_loading.apply_renamings(key, renamings))
+    for renaming in renamings:
+        key, _ = renaming.rename_source_key(key)
+    return key
+
+
+def _key(index: int, part: str) -> str:
+    """The source pattern of a part of what the converter of the model calls its source number `index`."""
+    return f"{PREFIX}{index}:{part}"
 
 
 def state_to_save(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -137,15 +282,16 @@ class QtorchHfQuantizer(HfQuantizer):
         if self.quantization_config.training:
             # What recipes have added to the model is read later.
             state = model.state_dict()
-            ignore_unexpected(model, [f"^{re.escape(key)}$" for key in self._stored.others if key not in state])
+            patterns = [f"^{re.escape(key)}$" for key in self._stored.others if key not in state]
+            now = model._keys_to_ignore_on_load_unexpected  # a list before 5.10, then a set
+            both: Any = now | set(patterns) if isinstance(now, set) else [*(now or ()), *patterns]
+            model._keys_to_ignore_on_load_unexpected = both
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return self._plan is not None and param_name in self._plan.targets
 
     def get_quantize_ops(self) -> Any:
-        from .conversions import Quantize
-
         assert self._plan is not None
         return Quantize(self._plan)
 
@@ -153,8 +299,6 @@ class QtorchHfQuantizer(HfQuantizer):
         """Put the converter of stored weights first; names that `save_pretrained` wrote are those of the model."""
         if self._stored is None:
             return weight_conversions
-        from .conversions import StoredNames
-
         if self.quantization_config.names == "model":
             from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -189,9 +333,8 @@ class QtorchHfQuantizer(HfQuantizer):
         self.trained = still_trained(model, self.trained)
         self._in_training = bool(in_training(model))
         # Experts in training run one after the other, as many as the router chooses: no graph holds them.
-        self._compiles = not any(
-            isinstance(p, QuantizedTensor) and p.trains and p.dim() == 3 for p in model.parameters()
-        )
+        stacks = [p for p in model.parameters() if isinstance(p, QuantizedTensor) and p.dim() == 3]
+        self._compiles = not any(stack.trains for stack in stacks)
 
     def is_serializable(self) -> bool:
         return True

@@ -7,6 +7,7 @@ transformers gives a quantizer no hooks for these. So importing this module, whi
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,12 @@ from typing import Any
 from torch import nn
 from transformers import modeling_utils
 from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
 from ...dtypes import QuantizedTensor
 from ...model.module_repr import get_model_size_in_bytes, with_codes_counted
 from ..wrappers import around
 from .quantizer import QtorchHfQuantizer, attach
-from .versions import give_conversions
 
 # The model card, README.md, of a quantized model: what it was made from, how, and what that has saved.
 
@@ -123,9 +124,8 @@ def _resize_checked(
         new_rows = (new_num_tokens or rows) + -(new_num_tokens or rows) % (pad_to_multiple_of or 1)
         if new_rows != rows:
             raise ValueError(
-                f"resize_token_embeddings: the embedding or the head of this {type(self).__name__} is quantized, and "
-                f"its {rows} rows cannot become {new_rows}; resize before quantize_, or call "
-                "qtorch.dequantize_(model), resize, and quantize_ again"
+                f"resize_token_embeddings: a table of this {type(self).__name__} is quantized, and its {rows} rows "
+                f"cannot become {new_rows}; resize before quantize_, or dequantize_(model) first"
             )
     return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
@@ -133,6 +133,22 @@ def _resize_checked(
 def _is_ours(model: Any) -> bool:
     adapters_only = getattr(model, "_hf_peft_config_loaded", False)
     return isinstance(getattr(model, "hf_quantizer", None), QtorchHfQuantizer) and not adapters_only
+
+
+def give_conversions(modeling: Any, quantizer_class: type[Any]) -> None:
+    """Let quantizers of a class change the conversions of a model that is loaded, as 5.21 does. Before,
+    `update_weight_conversions` is not given the model, or (before 5.8) not called."""
+    update = getattr(HfQuantizer, "update_weight_conversions", None)
+    if update is not None and "model" in inspect.signature(update).parameters:
+        return
+
+    @around(modeling, "get_model_conversion_mapping")
+    def with_model(
+        get: Any, model: Any, key_mapping: Any = None, hf_quantizer: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(hf_quantizer, quantizer_class):
+            return get(model, key_mapping, hf_quantizer, *args, **kwargs)
+        return hf_quantizer.update_weight_conversions(get(model, key_mapping, None, *args, **kwargs), model)
 
 
 PreTrainedModel.get_memory_footprint = with_codes_counted(PreTrainedModel.get_memory_footprint)  # type: ignore[method-assign]

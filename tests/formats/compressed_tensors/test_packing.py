@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from qtorch.checkpoint.formats.blocks import unpack_dense
-from qtorch.checkpoint.formats.compressed_tensors.packing import (
+from qtorch.checkpoint.formats.blocks import (
     WORD,
     dense_words,
     pack,
     pack_nibbles,
     padded_words,
+    unpack_dense,
     unpack_either,
 )
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import qtorch
 from qtorch import int8_weight_only, load_quantized, nvfp4_weight_only, quantize_, recipes_for_vllm, save_quantized
-from qtorch.checkpoint.formats.compressed_tensors.packing import divisor_of, multiplier_of
+from qtorch.checkpoint.formats.blocks import divisor_of, multiplier_of
 from qtorch.dtypes import QuantizedTensor
 from qtorch.recipes.base import WeightRecipe
 from qtorch.recipes.mx import shared_tensor_scale

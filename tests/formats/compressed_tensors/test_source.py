@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qtorch import explain, int4_weight_only, load_quantized, quantize_, save_quantized
-from qtorch.checkpoint.formats.compressed_tensors.packing import multiplier_of
+from qtorch.checkpoint.formats.blocks import multiplier_of
 from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
 from tests.formats.compressed_tensors import judge

@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 import qtorch
-from qtorch.checkpoint.formats.gguf.container import GgufFile
+from qtorch.checkpoint.formats.gguf.reading import GgufFile
 from qtorch.checkpoint.sources import open_source
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes, write
 from tests.refusals import refuses

@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType
 import qtorch
 from qtorch import MappingType, ZeroPointDomain
 from qtorch.calibration import gptq
-from qtorch.checkpoint.formats.gguf.encode import ENCODERS, encode, type_of
-from qtorch.checkpoint.formats.gguf.write import WRITTEN, quantize
+from qtorch.checkpoint.formats.gguf.block_types import ENCODED, encode, type_of
+from qtorch.checkpoint.formats.gguf.writing import WRITTEN, quantize
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu.compiled_library import library
 from qtorch.primitives import qdtype
@@ -45,7 +45,7 @@ def made(recipe: Any, dtype: torch.dtype = torch.float32, weight: Tensor | None 
 @pytest.mark.parametrize("shape", [(6, 512), (3, 2, 256), (0, 256)], ids=str)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_what_was_read_is_written(name: str, shape: tuple[int, ...]) -> None:
-    assert QUANTIZED.keys() == ENCODERS.keys()
+    assert QUANTIZED.keys() == ENCODED.keys()
     for seed in range(3):
         data = torch.from_numpy(random_bytes(QUANTIZED[name][1], shape, seed))
         tensor = QUANTIZED[name][1].tensor(data.reshape(-1), shape)
@@ -63,7 +63,7 @@ def test_floats_become_every_type(name: str) -> None:
     weight = torch.randn(16, 512)
     kind, data = quantize(weight, name)
     assert kind == name
-    real = data.float() if name not in ENCODERS else numbers(name, data)
+    real = data.float() if name not in ENCODED else numbers(name, data)
     bits = data.element_size() * 8 * data.numel() / weight.numel()
     # Two values of a block would take one bit; ternary types are for weights that are ternary already.
     assert 6.02 * min(bits, 10) - (16 if "TQ" in name else 8) < qtorch.compute_error(weight, real)

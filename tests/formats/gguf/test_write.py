@@ -16,8 +16,7 @@ import numpy as np
 
 import qtorch
 from qtorch.checkpoint.formats.gguf.architectures import ARCHITECTURES, permute, undo_permutation
-from qtorch.checkpoint.formats.gguf.metadata import architecture_of
-from qtorch.checkpoint.formats.gguf.vocabulary import SPLITS
+from qtorch.checkpoint.formats.gguf.metadata import SPLITS, architecture_of
 from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
 from tests.formats.gguf import llama_cpp

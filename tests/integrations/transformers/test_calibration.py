@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from qtorch import lut_weight_only, quantize_
 from qtorch.calibration import auto, gptq, importance_weighted
-from qtorch.calibration.texts import token_batches
+from qtorch.calibration.data import token_batches
 from qtorch.integrations.transformers import QtorchConfig
 from tests.cli.tiny import save_llama
 from tests.fast_part import slow_but

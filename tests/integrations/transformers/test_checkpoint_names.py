@@ -18,8 +18,8 @@ from qtorch import quantize_
 from qtorch.checkpoint.formats.transformers_folder import Index, quantization_config, stored
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.transformers import QtorchConfig
-from qtorch.integrations.transformers.conversions import StoredNames
 from qtorch.integrations.transformers.loading_plan import StoredWeights
+from qtorch.integrations.transformers.quantizer import StoredNames
 from qtorch.recipes.base import WeightRecipe
 from tests.integrations.transformers.tiny_models import I4, I8, assert_same, build
 

@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import qtorch
 from qtorch.integrations.transformers import QtorchConfig
-from qtorch.integrations.transformers.versions import takes_experts_implementation
+from qtorch.integrations.transformers.experts_interface import takes_experts_implementation
 from qtorch.kernels import record_kernels
 from tests.fast_part import slow_but
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I8, build

@@ -79,11 +79,7 @@ class Config:
 
     @cached_property
     def _of_classes(self) -> list[Group]:
-        return [
-            group
-            for targets, group in self.groups
-            if any(target.isidentifier() and target[0].isupper() for target in targets)
-        ]
+        return [group for names, group in self.groups if any(n.isidentifier() and n[0].isupper() for n in names)]
 
 
 def _version(value: Any) -> tuple[int, ...] | None:
@@ -109,10 +105,9 @@ def _group(entry: Any, overall: Any) -> tuple[list[str], Group]:
         format = overall
     if format not in (None, "dense", *FORMATS):
         raise ValueError(f"the format {format!r:.40} is not read; known are {', '.join((*FORMATS, MIXED))}")
-    weights, inputs = entry.get("weights"), entry.get("input_activations")
-    return targets, Group(
-        None if weights is None else Args.parse(weights), None if inputs is None else Args.parse(inputs), format
-    )
+    given = [entry.get(part) for part in ("weights", "input_activations")]
+    weights, inputs = (None if part is None else Args.parse(part) for part in given)
+    return targets, Group(weights, inputs, format)
 
 
 # `config_groups` and `ignore`: which modules are quantized how, in words that vLLM and the package read alike.

@@ -13,32 +13,14 @@ from typing import Any
 import torch
 
 from ....dtypes import ConvWeight, PackedLayout, PaddedWeight, QuantizedTensor, TransposedWeight
-from ....primitives import (
-    CodebookSpec,
-    Granularity,
-    LinearSpec,
-    MappingType,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-    QuantSpec,
-    ZeroPointDomain,
-    qdtype,
-)
+from ....primitives import CodebookSpec, LinearSpec, MappingType, QuantSpec, ZeroPointDomain
 from ....primitives.block_formats import NVFP4_BLOCK, mx_spec, nvfp4_spec
+from ....primitives.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
+from ....primitives.qdtype import qdtype
 from ..blocks import integer_spec, symmetric_spec
 
-FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-    "mxfp8-quantized",
-)
+FORMATS: tuple[str, ...] = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 """The formats that are read."""
 
 STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
@@ -104,16 +86,9 @@ class Args:
         _require(scale_dtype is None or scale_dtype in SCALE_DTYPES, f"scale_dtype is {scale_dtype!r:.40}")
         if data.get("strategy") in (None, "group") and data.get("actorder") in ("group", "dynamic", True):
             raise ValueError("actorder 'group', columns sorted by their activations, has no representation here")
-        return cls(
-            bits,
-            kind,
-            symmetric,
-            strategy,
-            group_size if strategy in ("group", "tensor_group") else None,
-            _block_structure(fields.get("block_structure")) if strategy == "block" else None,
-            dynamic,
-            scale_dtype,
-        )
+        group_size = group_size if strategy in ("group", "tensor_group") else None
+        block = _block_structure(fields.get("block_structure")) if strategy == "block" else None
+        return cls(bits, kind, symmetric, strategy, group_size, block, dynamic, scale_dtype)
 
 
 @dataclass(frozen=True)
@@ -212,10 +187,7 @@ def _of_weight(spec: QuantSpec, shape: Sequence[int], weight_only: bool) -> Args
     if dtype.bits > 8:
         raise ValueError(f"has codes of {name}; the schemes have integers of 2 to 8 bits")
     if spec.has_zero_point and spec.zero_point_domain is not ZeroPointDomain.INT:
-        raise ValueError(
-            f"has zero points of the domain {spec.zero_point_domain.name}; the schemes have integers, "
-            "zero_point_domain=ZeroPointDomain.INT"
-        )
+        raise ValueError(f"has zero points of the domain {spec.zero_point_domain.name}; the schemes have those of INT")
     if not spec.has_zero_point and not dtype.is_signed:
         raise ValueError(f"has codes of {name} without zero points; the schemes have signed codes, int{dtype.bits}")
     if strategy == "tensor" and weight_only:

@@ -1,6 +1,6 @@
 """A checkpoint of compressed-tensors, as a `Source`: weights stay packed, and their numbers are those of the package.
 
-What the tensors are is in `encode`. A module is quantized if it has a `weight_scale`; `config.Config` says how.
+What the tensors are is in `scheme`. A module is quantized if it has a `weight_scale`; `config_groups` says how.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from torch import Tensor
 
 from ....primitives.files import naming
 from ....primitives.spec import Scheme
-from ...folder_source import FolderSource, Parts, StoredWeight
-from ...hf_folder import HFFolder
+from ...hf_folder import FolderSource, HFFolder, Parts, StoredWeight
 from ...sources import register_source
 from ...tensor_file import Stored
-from ..blocks import FLOATS, unpack_nibbles
+from ..blocks import FLOATS, dense_words, multiplier_of, padded_words, unpack_either, unpack_nibbles
 from .config_groups import METHOD, Config
-from .packing import dense_words, multiplier_of, padded_words, unpack_either
 from .scheme import Args, Group, activation_spec, linear_spec, weight_spec
 
 _NAN_E8M0 = 255

@@ -67,11 +67,8 @@ def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | No
 
 def _is_left_out(model: nn.Module, target: Target[Recipe]) -> bool:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    return any(
-        slot.module is head or slot.module_name.rpartition(".")[2] in NOT_QUANTIZED
-        for slot in target.slots
-        if slot.kind.name == "linear"
-    )
+    linear = [slot for slot in target.slots if slot.kind.name == "linear"]
+    return any(slot.module is head or slot.module_name.rpartition(".")[2] in NOT_QUANTIZED for slot in linear)
 
 
 def adapted(recipe: Recipe, dtype: torch.dtype, tensor_scale: float | None) -> Recipe:
@@ -150,9 +147,7 @@ class Decision(NamedTuple):
 def _is_like(args: Args | None, pattern: Pattern | None) -> bool:
     if args is None or pattern is None:
         return args is None and pattern is None
-    return all(
-        getattr(args, name) in (values if isinstance(values, tuple) else (values,)) for name, values in pattern.items()
-    )
+    return all(getattr(args, name) in (of if isinstance(of, tuple) else (of,)) for name, of in pattern.items())
 
 
 _DYNAMIC = (True, "local")
@@ -167,17 +162,14 @@ _FP8_INPUTS = (
 _INT8 = {"num_bits": 8, "strategy": ("tensor", "channel"), "symmetric": True, "dynamic": False}
 _INT4 = {"num_bits": 4, "strategy": ("channel", "group"), "symmetric": True, "dynamic": False}
 _FEW_BITS = {"strategy": ("channel", "group"), "dynamic": False}
+_INTEGERS = {**_FEW_BITS, "type": "int"}
 _INT_INPUTS = {"type": "int", "symmetric": True, "dynamic": _DYNAMIC, "strategy": ("token", "group")}
+_PER_TENSOR = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 _PER_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": _DYNAMIC}
 
 _PACKED = ("pack-quantized",)
-_FORMATS_WITH_INPUTS = (
-    "naive-quantized",
-    "int-quantized",
-    "float-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-)
+_WITH_INPUTS: tuple[str, ...] = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+_WITH_INPUTS += ("mxfp4-pack-quantized",)
 
 
 def _mxfp4_fp8(scheme: str) -> Decision:
@@ -193,6 +185,11 @@ def _wna16(scheme: str) -> Decision:
     return Decision(scheme, _FEW_BITS, (None,), _PACKED, checks_bits=True)
 
 
+def _wna_int(bits: int) -> Decision:
+    inputs = {**_INT_INPUTS, "num_bits": bits}
+    return Decision(f"CompressedTensorsWNA{bits}Int", _INTEGERS, (inputs,), _PACKED, checks_bits=True)
+
+
 LINEAR = (
     Decision("CompressedTensorsW4A4Fp4(use_a16=True)", _NVFP4, (None,)),
     Decision("CompressedTensorsW4A4Fp4", _NVFP4, (_NVFP4,)),
@@ -200,27 +197,14 @@ LINEAR = (
     Decision("CompressedTensorsW4A4Mxfp4", _MXFP4),
     Decision("CompressedTensorsW8A8Mxfp8", _MXFP8),
     _w4a8_fp8("CompressedTensorsW4A8Fp8"),
-    *(
-        Decision(
-            f"CompressedTensorsWNA{bits}Int",
-            {**_FEW_BITS, "type": "int"},
-            ({**_INT_INPUTS, "num_bits": bits},),
-            _PACKED,
-            checks_bits=True,
-        )
-        for bits in (8, 4)
-    ),
+    _wna_int(8),
+    _wna_int(4),
     _wna16("CompressedTensorsWNA16"),
-    Decision("CompressedTensorsW8A8Fp8", _FP8, _FP8_INPUTS, _FORMATS_WITH_INPUTS),
-    Decision("CompressedTensorsW8A16Fp8", _FP8, formats=_FORMATS_WITH_INPUTS),
-    Decision(
-        "CompressedTensorsW8A8Int8(is_static_input_scheme=True)",
-        _INT8,
-        ({"num_bits": 8, "strategy": "tensor", "dynamic": False},),
-        _FORMATS_WITH_INPUTS,
-    ),
-    Decision("CompressedTensorsW8A8Int8", _INT8, (_PER_TOKEN,), _FORMATS_WITH_INPUTS),
-    Decision("CompressedTensorsW4A8Int", _INT4, (_PER_TOKEN,), _FORMATS_WITH_INPUTS),
+    Decision("CompressedTensorsW8A8Fp8", _FP8, _FP8_INPUTS, _WITH_INPUTS),
+    Decision("CompressedTensorsW8A16Fp8", _FP8, formats=_WITH_INPUTS),
+    Decision("CompressedTensorsW8A8Int8(is_static_input_scheme=True)", _INT8, (_PER_TENSOR,), _WITH_INPUTS),
+    Decision("CompressedTensorsW8A8Int8", _INT8, (_PER_TOKEN,), _WITH_INPUTS),
+    Decision("CompressedTensorsW4A8Int", _INT4, (_PER_TOKEN,), _WITH_INPUTS),
 )
 """Linear layers. CompressedTensorsWNA8O8Int, which comes before WNA8Int, needs quantized outputs and is left out."""
 
@@ -230,37 +214,19 @@ EXPERTS = (
     Decision("CompressedTensorsW8A8Mxfp8MoEMethod", _MXFP8),
     _wna16("CompressedTensorsWNA16MoEMethod"),
     Decision("CompressedTensorsW4A4Nvfp4MoEMethod", _NVFP4, (None, _NVFP4)),
-    Decision("CompressedTensorsW8A8Fp8MoEMethod", _FP8, _FP8_INPUTS, _FORMATS_WITH_INPUTS),
-    Decision("CompressedTensorsW8A8Int8MoEMethod", _INT8, (_PER_TOKEN,), _FORMATS_WITH_INPUTS),
+    Decision("CompressedTensorsW8A8Fp8MoEMethod", _FP8, _FP8_INPUTS, _WITH_INPUTS),
+    Decision("CompressedTensorsW8A8Int8MoEMethod", _INT8, (_PER_TOKEN,), _WITH_INPUTS),
     _w4a8_fp8("CompressedTensorsW4A8Fp8MoEMethod"),
-    Decision("CompressedTensorsW4A8Int8MoEMethod", _INT4, (_PER_TOKEN,), _FORMATS_WITH_INPUTS),
+    Decision("CompressedTensorsW4A8Int8MoEMethod", _INT4, (_PER_TOKEN,), _WITH_INPUTS),
 )
 """The experts of a mixture."""
 
-EMBEDDING = (
-    Decision(
-        "CompressedTensorsEmbeddingWNA16Int",
-        {**_FEW_BITS, "symmetric": True, "type": "int"},
-        (None,),
-        _PACKED,
-        checks_bits=True,
-    ),
-)
+_OF_TABLES = {**_INTEGERS, "symmetric": True}
+EMBEDDING = (Decision("CompressedTensorsEmbeddingWNA16Int", _OF_TABLES, (None,), _PACKED, checks_bits=True),)
 """Tables of embeddings."""
 
-SCALES_IN_THE_DTYPE_OF_THE_MODEL = frozenset(
-    {
-        "CompressedTensorsWNA16",
-        "CompressedTensorsWNA16MoEMethod",
-        "CompressedTensorsWNA8Int",
-        "CompressedTensorsWNA4Int",
-        "CompressedTensorsW4A8Int",
-        "CompressedTensorsW4A8Int8MoEMethod",
-        "CompressedTensorsW4A8Fp8",
-        "CompressedTensorsW4A8Fp8MoEMethod",
-        "CompressedTensorsEmbeddingWNA16Int",
-    }
-)
+_ROUNDED = "WNA16 WNA16MoEMethod WNA8Int WNA4Int W4A8Int W4A8Int8MoEMethod W4A8Fp8 W4A8Fp8MoEMethod EmbeddingWNA16Int"
+SCALES_IN_THE_DTYPE_OF_THE_MODEL = frozenset(f"CompressedTensors{name}" for name in _ROUNDED.split())
 """Schemes that hold the scales of the weight in the dtype of the model; the others hold them as they are stored."""
 
 

@@ -19,8 +19,8 @@ from ....dtypes import ConvWeight, QuantizedTensor
 from ....primitives import files, jsonable
 from ...save_folder import SaveFormat, register_save_format
 from ...stacked_experts import expert_names, is_fused, split_experts
+from ..blocks import divisor_of, pack, pack_nibbles
 from .config_groups import METHOD, MIXED, VERSION, check_joined, config_groups, ignored
-from .packing import divisor_of, pack, pack_nibbles
 from .scheme import Args, Group, args_of, formats_of
 from .vllm import EMBEDDING, EXPERTS, LINEAR, SCALES_IN_THE_DTYPE_OF_THE_MODEL, decide
 
@@ -95,10 +95,7 @@ def _floats(codes: Tensor, others: dict[str, Tensor], weights: Args) -> dict[str
     if weights.strategy == "tensor_group":
         empty = (scale.view(torch.uint8) == 0).repeat_interleave(codes.shape[1] // scale.shape[1], 1)
         if bool((codes[empty] & _MAGNITUDE).any()):
-            raise ValueError(
-                "has groups whose scale is zero in float8_e4m3fn, which stands for 2^-126 here and for 0 in the file; "
-                "use recipes_for_vllm()"
-            )
+            raise ValueError("has groups whose scale is zero in float8_e4m3fn; use recipes_for_vllm()")
         found["weight_global_scale"] = divisor_of(others["scale_scale"], scale).reshape(1)
     return found
 
@@ -158,10 +155,7 @@ class CompressedTensorsFormat(SaveFormat):
     def alias(self, name: str, original: str) -> None:
         names = [expert_names(self.model_config).in_checkpoint(each).rpartition(".")[0] for each in (name, original)]
         if names[1] in self.quantized:
-            raise ValueError(
-                f"{name} is tied to {original}, which is quantized; vLLM ties weights in floating point only: quantize "
-                "neither, or untie them"
-            )
+            raise ValueError(f"{name} is tied to {original}, which is quantized; vLLM ties floats alone: untie them")
         if names[1] in self.floats:
             self.floats.append(names[0])
 
@@ -217,9 +211,8 @@ def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tenso
 def serve(module: str, tensor: QuantizedTensor) -> tuple[Group, str]:
     """The group of a quantized matrix, in the first format that vLLM has a scheme for, and the name of the scheme; the
     name of the module tells experts and embeddings from linear layers."""
-    table = EMBEDDING if module.rpartition(".")[2] in _EMBEDDINGS else LINEAR
-    if _EXPERT.fullmatch(module):
-        table = EXPERTS
+    is_embedding = module.rpartition(".")[2] in _EMBEDDINGS
+    table = EXPERTS if _EXPERT.fullmatch(module) else EMBEDDING if is_embedding else LINEAR
     weights, inputs = args_of(tensor)
     problems = []
     for format in formats_of(weights, inputs):
@@ -238,8 +231,7 @@ def _with_scales_of_the_model(tensor: QuantizedTensor, scheme: str) -> Quantized
     rounded = scale.to(dtype)
     if not torch.equal(rounded.to(scale.dtype), scale):
         raise ValueError(
-            f"has scales in {scale.dtype}, and {scheme} uses them in {dtype}, the dtype of the model, to which they "
-            f"must be rounded before the codes are chosen: quantize with scale_dtype={dtype}, or "
-            "quantize_(model, recipes_for_vllm(model, recipe))"
+            f"has scales in {scale.dtype}, and {scheme} uses them in {dtype}, that of the model: quantize with "
+            f"scale_dtype={dtype}, or quantize_(model, recipes_for_vllm(model, recipe))"
         )
     return type(tensor).from_canonical(codes, {**others, "scale": rounded}, tensor.scheme)

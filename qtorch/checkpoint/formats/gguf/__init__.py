@@ -1,8 +1,8 @@
 """GGUF, the files of llama.cpp: read exactly, and kept packed.
 
-`container.py` reads the header, `block_types.py` the types, `source.py` the tensors by the names of `architectures.py`;
-the package `gguf` is not needed for it. `write.py` writes files with it: `encode.py` has the blocks, `metadata.py` and
-`vocabulary.py` what llama.cpp has to know of the model and of its tokenizer.
+`reading.py` reads files, `block_types.py` has the types and their blocks, `architectures.py` the names of tensors; the
+package `gguf` is not needed for it. `writing.py` writes files with it, and `metadata.py` has what llama.cpp has to know
+of the model and of its tokenizer.
 """
 
-from . import source, write  # noqa: F401 (register the format)
+from . import reading, writing  # noqa: F401 (register the format)

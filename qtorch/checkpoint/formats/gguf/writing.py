@@ -1,8 +1,8 @@
 """GGUF as a `SaveFormat`: a file that llama.cpp runs, which the package `gguf` writes.
 
-A quantized weight that is of a type of GGUF is written code for code (`encode`). Weights in floating point stay so, or
-get the type that the user names: the blocks are those of `gguf.quants.quantize`, and of types that it does not make,
-those of this package's own rounding to nearest.
+A quantized weight that is of a type of GGUF is written code for code (`block_types`). Weights in floating point stay
+so, or get the type that the user names: the blocks are those of `gguf.quants.quantize`, and of types that it does not
+make, those of this package's own rounding to nearest.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from ...sources import Source
 from ...stacked_experts import fuse_experts
 from ...tensor_file import TensorFile
 from .architectures import ARCHITECTURES, parameter_of, permute, stored_names
-from .encode import BY_NAME, ENCODERS, NUMBERS, encode, type_of
-from .metadata import derived_tensors, metadata_of
-from .vocabulary import write_vocabulary
+from .block_types import ENCODED, NUMBERS, encode, type_of
+from .metadata import derived_tensors, metadata_of, write_vocabulary
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_FLOATS = {dtype: name for name, dtype in FLOATS.items()}
-WRITTEN = (*FLOATS, *ENCODERS)
+WRITTEN = (*FLOATS, *ENCODED)
 """The types that are written."""
 
 REQUANTIZED = "Q8_0"
@@ -109,7 +108,7 @@ class GgufFormat(SaveFormat):
         try:
             if asked is None:
                 return type_of(tensor)
-            if asked in ENCODERS:
+            if asked in ENCODED:
                 return asked, encode(tensor, asked)
         except ValueError as error:
             problem = error
@@ -117,9 +116,7 @@ class GgufFormat(SaveFormat):
             bits = tensor.scheme.weight.dtype.bits
             recipe = next(recipe for most, recipe in reversed(_RECIPES.items()) if bits <= most)
             reason = problem or f"it is asked for in {asked}"
-            raise ValueError(
-                f"{reason}; quantize with {recipe}, whose numbers GGUF has, or write requantize=True to round once more"
-            )
+            raise ValueError(f"{reason}; quantize with {recipe}, or write requantize=True to round once more")
         self.requantized.append(name)
         return quantize(tensor.dequantize(torch.float32), asked or REQUANTIZED)
 
@@ -157,7 +154,10 @@ class GgufFormat(SaveFormat):
         writer = gguf.GGUFWriter(path, metadata["general.architecture"])
         with ExitStack() as stack:
             stack.callback(writer.close)
-            _add_metadata(writer, metadata)
+            add: Any = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            for key, value in metadata.items():
+                if key != "general.architecture":  # the writer's own
+                    add[type(value)](key, value)
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             folder = source if self.tokenizer is None else Path(self.tokenizer)
             write_vocabulary(writer, folder, self.model_config)
@@ -166,24 +166,15 @@ class GgufFormat(SaveFormat):
                 file = TensorFile(part)
                 stack.callback(file.close)
                 tensors |= {name: file.map(name) for name in file.stored}
-            arrays = {
-                name: (t.view(torch.uint8) if t.dtype is torch.bfloat16 else t).numpy() for name, t in tensors.items()
-            }
-            for name, array in arrays.items():
+            arrays = [(t.view(torch.uint8) if t.dtype is torch.bfloat16 else t).numpy() for t in tensors.values()]
+            for name, array in zip(tensors, arrays, strict=True):
                 number = gguf.GGMLQuantizationType(NUMBERS[self.written.get(name, "F32")])
                 writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, raw_dtype=number)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for array in arrays.values():
+            for array in arrays:
                 writer.write_tensor_data(array)
-
-
-def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in metadata.items():
-        if key != "general.architecture":  # the writer's own
-            add[type(value)](key, value)
 
 
 def quantize(tensor: Tensor, name: str) -> tuple[str, Tensor]:
@@ -192,12 +183,12 @@ def quantize(tensor: Tensor, name: str) -> tuple[str, Tensor]:
 
     if name in FLOATS:
         return name, tensor.to(FLOATS[name])
-    BY_NAME[name].row_bytes(tensor.shape)
+    ENCODED[name].row_bytes(tensor.shape)
     try:
         blocks = gguf.quants.quantize(tensor.float().cpu().numpy(), gguf.GGMLQuantizationType[name])
         return name, torch.from_numpy(blocks)
     except NotImplementedError:
-        spec: Any = BY_NAME[name].spec
+        spec: Any = ENCODED[name].spec
         if isinstance(spec, QuantSpec):
             # Offsets are not positive, and codes of scales divide by the largest of both ends.
             has_offset = spec.mapping is MappingType.ASYMMETRIC
