@@ -236,13 +236,13 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
-    of_x, form = (xq, xs, xz, quantizer), (packed, scheme.weight.dtype.name, x.dtype, added)
-    of_weight = (quantized.qdata, scheme.shape[0])
-    if quantized.scale_scale is None or torch.compiler.is_compiling():
-        y = cpu_int8_mm(*of_x, *of_weight, quantized.dense_scale(), quantized.zero_point, *form)
-    else:
-        scales = QuantizedScales.of(quantized)
-        y = _multiply(*of_x, *of_weight, quantized.scale, quantized.zero_point, *form, scales=scales)
+    is_dense = quantized.scale_scale is None or torch.compiler.is_compiling()
+    arguments: tuple[Any, ...] = (
+        xq, xs, xz, quantizer, quantized.qdata, scheme.shape[0],
+        quantized.dense_scale() if is_dense else quantized.scale, quantized.zero_point,
+        packed, scheme.weight.dtype.name, x.dtype, added,
+    )  # fmt: skip
+    y = cpu_int8_mm(*arguments) if is_dense else _multiply(*arguments, QuantizedScales.of(quantized))
     if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
         _Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)
