@@ -7,7 +7,7 @@ where a tensor lives and which kernel runs must not change numbers, so they are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from . import double_quant
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, dequantize_affine, quantize_affine
 from .fake_quant import fake_quantize_affine
 from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
-from .jsonable import jsonable
+from .jsonable import HashedOnce, jsonable
 from .qdtype import QDType, qdtype
 from .qparams import check_options, choose_qparams_affine_with_min_max
 from .rounding import Noise, Rounding
@@ -26,7 +26,7 @@ from .scale_rules import MinMaxRule, ScaleRule
 
 @jsonable
 @dataclass(frozen=True)
-class QuantSpec:
+class QuantSpec(HashedOnce):
     """How one tensor is quantized. Hashable, JSON-able (`to_json` / `from_json`).
 
     Args:
@@ -64,6 +64,8 @@ class QuantSpec:
     scale_spec: QuantSpec | None = None
     preserve_max_val: bool = True
     noise: Noise | None = None
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
@@ -255,10 +257,8 @@ def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 @jsonable
 @dataclass(frozen=True)
-class Scheme:
+class Scheme(HashedOnce):
     """Metadata of a quantized tensor: hashable, JSON-able, no tensors and no callables.
-
-    Kernels are looked up by it, so its hash is computed once.
 
     Args:
         spec: how the tensor and its activation are quantized, and the layout of the codes.
@@ -275,14 +275,8 @@ class Scheme:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", constant_shape(self.shape))
-        object.__setattr__(self, "_hash", hash((self.spec, self.shape, self.dtype)))
 
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
-
-    # Rebuilt rather than copied: string hashes differ from process to process.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+    __hash__ = HashedOnce.__hash__
 
     # Guards of compiled graphs compare each scheme with a copy of it on each call: itself is compared in no time.
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:

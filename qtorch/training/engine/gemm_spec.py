@@ -11,6 +11,7 @@ of the forward, except with `reuse_forward`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,18 @@ class GemmSpec:
     def changes_operands(self) -> bool:
         """Whether operands are changed, together, before they are quantized."""
         return self.mid_alpha is not None or self.hadamard is not None
+
+    @functools.cached_property
+    def is_int8_by_rows(self) -> bool:
+        """Whether it is `int8_rows_product` of its operands, that and nothing else."""
+        plain = self.fold is None and not self.changes_operands and self.accumulator_dtype in (None, torch.int32)
+        return plain and all(spec is not None and _is_int8_rowwise(spec) for spec in (self.lhs, self.rhs))
+
+    @functools.cached_property
+    def blocks(self) -> tuple[int, int]:
+        """Sizes of the blocks of lhs and rhs along the contracted axis, 1 where the whole axis is one block."""
+        left, right = (1 if spec is None else max(1, spec.granularity.pattern(2)[1]) for spec in (self.lhs, self.rhs))
+        return left, right
 
     @property
     def accumulates_floats(self) -> bool:
@@ -187,6 +200,12 @@ class TrainingSpec:
     def __str__(self) -> str:
         return f"output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
 
+    @functools.cached_property
+    def keeps_operands(self) -> bool:
+        """Whether the backward needs operands as the forward quantized them."""
+        reuses = self.grad_input.reuse_forward or self.grad_weight.reuse_forward
+        return reuses or self.scale_gradient or self.clip_gradient
+
     @property
     def _depends_on_input(self) -> bool:
         return self.output.fold is not None or self.output.changes_operands
@@ -236,6 +255,12 @@ def check_contracted_axis(spec: QuantSpec, operand: str, axis: str = "the contra
             f"{operand} has a scale for each index of {axis} ({spec.granularity}), and a sum along it cannot honour "
             "that; share the scale along the last axis of the operand, by PerRow(), PerTensor() or blocks"
         )
+
+
+def _is_int8_rowwise(spec: QuantSpec) -> bool:
+    is_integer = type(spec) is QuantSpec and not spec.dtype.is_floating_point and spec.dtype.storage is torch.int8
+    of_rows = spec.granularity.pattern(2) == (1, -1) and not spec.has_zero_point and spec.scale_spec is None
+    return is_integer and spec.dtype.bits <= 8 and of_rows
 
 
 def _check_integers(lhs: QuantSpec, rhs: QuantSpec) -> None:

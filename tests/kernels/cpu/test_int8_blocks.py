@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from qtorch.kernels import record_kernels
+from qtorch.kernels.cpu import compiled_library, variants
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.block_mm import int8_block_mm
-from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product
+from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product, int8_rows_product
+from qtorch.primitives import Rounding
+from qtorch.training import integer
 
 from .builds import NEEDS_LIBRARY
 
@@ -72,9 +75,28 @@ def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
         for a, b in itertools.product((x, x.t().contiguous().t()), (w, w.t().contiguous().t())):
             with record_kernels() as ran:
                 ours = int8_product(a, xs, None, b, ws, None, -1, dtype)
-            assert f"scale_sums.{build}" in ran
-            assert "int_matmul" in ran
+            variant = variants.choose(build, variants.key_of("int8", False, False, n * k), m)
+            direct = k >= 32 and all(t.is_contiguous() for t in (a, b, ws)) and len(xs) == m and variant != "torch"
+            assert ran[0] == (f"int8_mm.{build}.{variant}" if direct else f"scale_sums.{build}")
+            # A result that is not finite is computed again.
+            assert ("int_matmul" in ran) is (f"scale_sums.{build}" in ran)
             assert same(ours, int8_grouped_mm(x, xs, None, w, ws, None, dtype)), (dtype, xs.shape, ws.stride())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_floats(build: str, bits: int) -> None:
+    """Quantized and multiplied in one step, in any order of memory: the bits of the two steps in torch."""
+    spec, noisy = integer(bits), integer(bits, rounding=Rounding.STOCHASTIC)
+    for dtype, lost, (m, n, k) in itertools.product(DTYPES, (False, True), [(4, 64, 96), (33, 17, 1056), (64, 40, 3)]):
+        x, w = torch.randn(k, m).t().to(dtype), torch.randn(n, k).to(dtype)
+        x[0, 0] = torch.nan if lost else 0
+        torch.manual_seed(1)
+        with record_kernels() as ran:
+            ours = int8_rows_product(x, noisy, w, spec, dtype)
+        assert ran[:2] == [f"quantize_matrix.{build}"] * 2
+        torch.manual_seed(1)
+        with compiled_library.use(None):
+            assert same(ours, int8_rows_product(x, noisy, w, spec, dtype))
 
 
 @NEEDS_LIBRARY
