@@ -131,7 +131,7 @@ class GemmSpec:
         if dtype not in (torch.int16, torch.int32):
             raise ValueError(f"GemmSpec: accumulator_dtype is a float dtype, int32, int16 or None, got {dtype}")
         operands = [self.lhs] if self.reuse_forward else [self.lhs, self.rhs]
-        if any(spec is None or spec.dtype.is_floating_point or spec.dtype.bits > 8 for spec in operands):
+        if not all(spec is not None and spec.dtype.is_small_integer for spec in operands):
             raise ValueError(f"GemmSpec: accumulator_dtype={dtype} sums products of integers of at most 8 bits")
         if any(spec is not None and spec.has_zero_point for spec in operands) and dtype is torch.int16:
             raise ValueError("GemmSpec: int16 accumulators are for symmetric codes")
@@ -200,6 +200,12 @@ class TrainingSpec:
     def __str__(self) -> str:
         return f"output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
 
+    @property
+    def operands(self) -> list[QuantSpec]:
+        """The specs of all operands that are quantized."""
+        sides = (side for gemm in (self.output, self.grad_input, self.grad_weight) for side in (gemm.lhs, gemm.rhs))
+        return [spec for spec in sides if spec is not None]
+
     @functools.cached_property
     def keeps_operands(self) -> bool:
         """Whether the backward needs operands as the forward quantized them."""
@@ -258,9 +264,8 @@ def check_contracted_axis(spec: QuantSpec, operand: str, axis: str = "the contra
 
 
 def _is_int8_rowwise(spec: QuantSpec) -> bool:
-    is_integer = type(spec) is QuantSpec and not spec.dtype.is_floating_point and spec.dtype.storage is torch.int8
-    of_rows = spec.granularity.pattern(2) == (1, -1) and not spec.has_zero_point and spec.scale_spec is None
-    return is_integer and spec.dtype.bits <= 8 and of_rows
+    is_int8 = type(spec) is QuantSpec and spec.dtype.is_small_integer and spec.dtype.storage is torch.int8
+    return is_int8 and spec.granularity.pattern(2) == (1, -1) and not spec.has_zero_point and spec.scale_spec is None
 
 
 def _check_integers(lhs: QuantSpec, rhs: QuantSpec) -> None:

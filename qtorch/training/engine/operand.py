@@ -33,7 +33,7 @@ class Operand(NamedTuple):
 
     @property
     def is_integer(self) -> bool:
-        return self.spec is not None and not self.spec.dtype.is_floating_point and self.spec.dtype.bits <= 8
+        return self.spec is not None and self.spec.dtype.is_small_integer
 
     def transposed(self, kept: int) -> Operand:
         """The transposed operand; the first `kept` indices of its rows are not padding."""
