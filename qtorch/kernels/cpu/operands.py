@@ -126,8 +126,7 @@ def cpu_quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
 def _quantized(x: Tensor, spec: QuantSpec, tokens: bool = False) -> Quantized | None:
     """Codes and scale; None where the compiled code does not do it. With `tokens`, rows that share scales are
     independent."""
-    compiled, numbers = readers(x), numbers_of(spec, x.dtype)
-    if numbers is None or compiled is None:
+    if (compiled := readers(x)) is None or (numbers := numbers_of(spec, x.dtype)) is None:
         return None
     (rows, columns), (block_rows, block_columns) = x.shape, numbers.block
     block_rows, block_columns = rows if block_rows < 0 else block_rows, columns if block_columns < 0 else block_columns
@@ -225,7 +224,8 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
     if of_rows and k >= LEAST_TERMS and xq.is_contiguous() and wq.is_contiguous():
         variant = variants.choose(compiled.instruction_set, variants.key_of("int8", False, False, n * k), m)
         if variant in ("dot", "tile"):
-            note(f"int8_mm.{compiled.instruction_set}.{variant}")
+            note("int_matmul")
+            note(f"int_matmul.{compiled.instruction_set}.{variant}")
             of_weight = _weight(address(wq, torch.int8), k, 0, 0, n, k, k, 1, address(ws), 0, 1, 0, 0, 1, *_REST)
             of_x = address(xq, torch.int8), TYPES[torch.int8], k, m
             of_y = y.data_ptr(), TYPES[dtype], n, 0, 0, 0, 0, 0, 0.0, 0.0
@@ -247,9 +247,10 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
 @implement("int8_rows_product", "cpu")
 def cpu_int8_rows_product(x: Tensor, x_spec: QuantSpec, w: Tensor, w_spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """See `int8_rows_product`."""
-    compiled, of_x, of_w = readers(x, w), numbers_of(x_spec, x.dtype), numbers_of(w_spec, w.dtype)
-    if compiled is not None and of_x is not None and of_w is not None and x.shape[1] <= MOST_TERMS:
-        wq, ws = codes_of(compiled, w, of_w, 1, w.shape[1])
-        xq, xs = codes_of(compiled, x, of_x, 1, x.shape[1])
-        return product_of_rows(compiled, xq, xs, wq, ws, dtype)
+    if (compiled := readers(x, w)) is not None and x.shape[1] <= MOST_TERMS:
+        of_x, of_w = numbers_of(x_spec, x.dtype), numbers_of(w_spec, w.dtype)
+        if of_x is not None and of_w is not None:
+            wq, ws = codes_of(compiled, w, of_w, 1, w.shape[1])
+            xq, xs = codes_of(compiled, x, of_x, 1, x.shape[1])
+            return product_of_rows(compiled, xq, xs, wq, ws, dtype)
     return portable(int8_rows_product)(x, x_spec, w, w_spec, dtype)

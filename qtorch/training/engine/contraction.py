@@ -6,25 +6,27 @@
 
 All three are `multiply(lhs, rhs)` of two operands (`operand`), with the contracted axis last in both. Gradients are
 those of the full-precision contraction, computed by quantized matmuls: rounding is passed straight through, unless
-`gradients` says more.
+`OperandGradient` says more.
 """
 
+from __future__ import annotations
+
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
 from ...dtypes.linear import requires_grad
 from ...kernels.ops import block_mm
 from ...kernels.ops.int8_grouped_mm import int8_rows_product
-from ...primitives import QuantSpec, Rounding, granularity, tracing
+from ...primitives import QuantSpec, Rounding, affine, granularity, tracing
 from ...primitives.rotated_spec import rotate_blocks, sylvester
 from .gemm_spec import GemmSpec, TrainingSpec
-from .gradients import STRAIGHT_THROUGH, OperandGradient, where_unclipped
 from .operand import STATELESS, ContractionState, Operand, as_long_as, multiply, observed, quantize_operand
 
 FEW_TOKENS = 256
@@ -97,8 +99,8 @@ class _Contraction(torch.autograd.Function):
                 again = state.repeats and (wq.spec is None or wq.spec.rounding is not Rounding.STOCHASTIC)
                 saved_w = wq if spec.grad_input.reuse_forward and not again else saved_w
                 if spec.scale_gradient or spec.clip_gradient:
-                    ctx.of_x = _gradient_of(x, xq, spec.output.lhs, spec)
-                    ctx.of_w = _gradient_of(floats, wq, spec.output.rhs, spec)
+                    ctx.of_x = OperandGradient.of(x, xq, spec.output.lhs, spec)
+                    ctx.of_w = OperandGradient.of(floats, wq, spec.output.rhs, spec)
         needs_x, needs_w = (needed or spec.scale_gradient for needed in ctx.needs_input_grad[:2])
         tensors_x = (saved_x.values, saved_x.scale, saved_x.zero_point) if needs_w else (None, None, None)
         tensors_w = (saved_w.values, saved_w.scale, saved_w.zero_point) if needs_x else (None, None, None)
@@ -123,12 +125,6 @@ class _Contraction(torch.autograd.Function):
             _warn_of_few_tokens(m, ctx.spec.grad_weight)
             grad_w = _backward_matmul(g.t(), Operand(x, m, xs, xz, x_spec), "grad_weight", ctx, ctx.w_dtype)
         return ctx.of_x(grad_x, x), ctx.of_w(grad_w, w if ctx.of_w.scale is None else _floats(w)), None, None
-
-
-def _gradient_of(x: Tensor, operand: Operand, spec: QuantSpec | None, training: TrainingSpec) -> OperandGradient:
-    """How the gradient passes an operand of the forward, quantized by `spec`."""
-    unclipped = where_unclipped(x, operand) if training.clip_gradient else None
-    return OperandGradient(spec if training.scale_gradient else None, unclipped)
 
 
 def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, dtype: torch.dtype) -> Tensor:
@@ -236,3 +232,66 @@ def with_scale_in(x: Tensor, operand: Operand) -> tuple[Tensor, Operand]:
     scaled = as_long_as(x, operand) * operand.scale.amax(0, keepdim=True).to(torch.float32)
     spec = operand.spec.with_granularity(granularity.granularity_of((-1, -1)))
     return scaled, operand._replace(scale=torch.ones_like(operand.scale[:1, :1]), spec=spec)
+
+
+# How the gradient of an operand as it is multiplied becomes that of its values.
+#
+# An operand is multiplied as x_hat = s q, s = max |x| / Q, q = round(x / s). Passing rounding straight through, with s
+# held fixed, dL/dx = dL/dx_hat. With s a function of x, the elements of largest magnitude in a block also get
+#
+#     dL/ds ds/dx,   dL/ds = sum_block dL/dx_hat (q - x / s),   ds/dx = sign(x) / (Q c)
+#
+# with c the number of elements that share the maximum (Esser et al., arXiv 1902.08153, eq. 3, for dL/ds). Where a scale
+# leaves elements outside the codes, these may get no gradient instead.
+
+
+class OperandGradient(NamedTuple):
+    """dL/dx from dL/dx_hat: straight through, unless there is `scale`, the spec of x whose scale passes a gradient on,
+    or `unclipped`, a mask of the elements that get a gradient."""
+
+    scale: QuantSpec | None = None
+    unclipped: Tensor | None = None
+
+    def __call__(self, grad: Tensor | None, x: Tensor) -> Tensor | None:
+        if grad is not None and self.scale is not None:
+            grad = with_scale_gradient(grad, x, self.scale)
+        return grad if grad is None or self.unclipped is None else torch.where(self.unclipped, grad, 0)
+
+    @classmethod
+    def of(cls, x: Tensor, operand: Operand, spec: QuantSpec | None, training: TrainingSpec) -> OperandGradient:
+        """That of an operand of the forward, which `spec` has made of `x`."""
+        unclipped = where_unclipped(x, operand) if training.clip_gradient else None
+        return cls(spec if training.scale_gradient else None, unclipped)
+
+
+STRAIGHT_THROUGH = OperandGradient()
+
+
+def with_scale_gradient(grad: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
+    """dL/dx from `grad` = dL/dx_hat, both of the shape of the matrix `x`; the equation above."""
+    values = block_mm.pad_to_blocks(x, spec.granularity)
+    extra = (0, values.shape[1] - x.shape[1], 0, values.shape[0] - x.shape[0])
+    view = granularity.BlockView(values.shape, spec.block_size(values.shape))
+    scale, _ = spec.choose_qparams(values)
+    q = view.split(spec.dtype.decode(spec.to_nearest().quantize(values, scale, None)))
+    s, v, g = view.split_scale(scale).float(), view.split(values).float(), view.split(pad(grad, extra)).float()
+    magnitude = v.abs()
+    largest = magnitude == magnitude.amax(view.dims, keepdim=True)
+    low, high = spec.code_range
+    of_scale = (g * (q - v / s)).sum(view.dims, keepdim=True) / ((high - low) / 2)
+    result = g + of_scale * torch.sign(v) * largest / largest.sum(view.dims, keepdim=True)
+    return view.merge(result)[: x.shape[0], : x.shape[1]].to(grad.dtype)
+
+
+def where_unclipped(x: Tensor, operand: Operand) -> Tensor | None:
+    """Whether x / s lies within the bounds of the codes, for each element of the matrix `x` that `operand` is made of;
+    None: it was not quantized."""
+    spec, scale = operand.spec, operand.scale
+    if spec is None or scale is None:
+        return None
+    low, high = spec.code_range
+    padded = pad(x, (0, operand.values.shape[1] - x.shape[1], 0, operand.values.shape[0] - x.shape[0]))
+    view = granularity.BlockView(padded.shape, granularity.block_of(padded.shape, scale.shape))
+    s, z = view.split_scale(scale), affine.split_zero_point(view, operand.zero_point)
+    codes = affine.real_codes(view.split(padded.float()), s, z, spec.dtype, (low, high), spec.zero_point_domain)
+    return view.merge((codes >= low) & (codes <= high))[: x.shape[0], : x.shape[1]]

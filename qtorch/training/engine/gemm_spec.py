@@ -156,7 +156,7 @@ class TrainingSpec:
 
     Args:
         scale_gradient: the scales of the forward's operands pass gradients on to the elements they are chosen from
-            (see `engine.gradients`); otherwise they count as constants.
+            (see `contraction.OperandGradient`); otherwise they count as constants.
         clip_gradient: elements of the forward's operands that lie outside the codes get no gradient. For scales that
             leave some there, such as ``AbsMaxRule(clipping_scale=0.5)``.
 
