@@ -22,7 +22,8 @@ from ...primitives.spec import QuantSpec
 from ...primitives.tracing import are_active
 from ..custom_ops import TENSORS, implement, note, portable
 from ..ops.block_mm import int8_block_mm
-from ..ops.int8_grouped_mm import int8_rows_product
+from ..features import cpu_has
+from ..ops.int8_grouped_mm import LARGE_SCALE, int8_rows_product
 from ..ops.int_matmul import EXACT_SLICE, int32_terms, int_matmul_into
 from ..ops.quantize import Quantized, is_int8_rowwise, quantize_dynamic, quantize_rows, shares_scales
 from ..ops.weight_only_mm import dequantize_codes
@@ -218,7 +219,6 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
     """`int8_grouped_mm` of one group of at most `MOST_TERMS` signed codes without zero points, (M, N), by what
     `variants` has for layers."""
     (m, k), n = xq.shape, wq.shape[0]
-    y = empty((m, n), dtype)
     xs, ws, count = xs.float(), ws.float(), threads()
     of_rows = xs.numel() == m and ws.numel() == n and xs.is_contiguous() and ws.is_contiguous()
     if of_rows and k >= LEAST_TERMS and xq.is_contiguous() and wq.is_contiguous():
@@ -226,6 +226,7 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
         if variant in ("dot", "tile"):
             note("int_matmul")
             note(f"int_matmul.{compiled.instruction_set}.{variant}")
+            y = empty((m, n), dtype)
             of_weight = _weight(address(wq, torch.int8), k, 0, 0, n, k, k, 1, address(ws), 0, 1, 0, 0, 1, *_REST)
             of_x = address(xq, torch.int8), TYPES[torch.int8], k, m
             of_y = y.data_ptr(), TYPES[dtype], n, 0, 0, 0, 0, 0, 0.0, 0.0
@@ -233,7 +234,12 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
             if not compiled.int8_mm(of_weight + of_call):
                 return y
             # What is not finite may be so on the way only.
+    if k <= EXACT_SLICE and not cpu_has("vnni") and bool(ws.amax() <= LARGE_SCALE):
+        note("int_matmul")
+        note("int_matmul.sliced")
+        return torch.mm(xq.float(), wq.float().t()).mul_(ws.t()).mul_(xs).to(dtype)
     note(f"scale_sums.{compiled.instruction_set}")
+    y = empty((m, n), dtype)
     # In fp32, sums are scaled where they lie: a result of some megabytes is memory that the system has to give anew.
     sums = y.view(torch.int32) if dtype is torch.float32 else empty((m, n), torch.int32)
     int_matmul_into(sums, xq, wq.t())
