@@ -13,7 +13,6 @@ from qtorch.training.engine import contraction
 from qtorch.training.recipes.base import TrainingRecipe
 from tests.attack import training_recipes
 
-
 FLOATS = ("float8", "mxfp8", "mxfp4", "nvfp4")
 
 

@@ -21,8 +21,8 @@ from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec
 from ...primitives.tracing import are_active
 from ..custom_ops import TENSORS, implement, note, portable
-from ..ops.block_mm import int8_block_mm
 from ..features import cpu_has
+from ..ops.block_mm import int8_block_mm
 from ..ops.int8_grouped_mm import LARGE_SCALE, int8_rows_product
 from ..ops.int_matmul import EXACT_SLICE, int32_terms, int_matmul_into
 from ..ops.quantize import Quantized, is_int8_rowwise, quantize_dynamic, quantize_rows, shares_scales
