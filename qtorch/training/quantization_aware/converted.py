@@ -33,9 +33,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def sums_integers(spec: LinearSpec) -> bool:
     """Whether a layer of this spec adds up products of codes in int32; in floating point otherwise."""
-    operands = (spec.weight, spec.activation)
-    affine = all(isinstance(each, QuantSpec) and not each.zero_point_domain.is_real for each in operands)
-    return affine and all(each.dtype.is_small_integer for each in operands)
+    return all(
+        isinstance(each, QuantSpec) and not each.zero_point_domain.is_real and each.dtype.is_small_integer
+        for each in (spec.weight, spec.activation)
+    )
 
 
 def converted_linear(
