@@ -5,7 +5,6 @@ from .supported_versions import check_version
 check_version("torch")  # first of all: what follows needs it
 
 from .affine import MappingType, ZeroPointDomain, dequantize_affine, quantize_affine
-from .block_formats import mx_spec, nvfp4_spec
 from .codebooks import (
     NF4_TABLE,
     CodebookSpec,
@@ -41,7 +40,7 @@ from .scale_rules import (
     PowerMeanRule,
     ScaleRule,
 )
-from .spec import LinearSpec, QuantSpec, Scheme  # noqa: F401 (for the rooms above)
+from .spec import LinearSpec, QuantSpec, Scheme, mx_spec, nvfp4_spec  # noqa: F401 (for the rooms above)
 from .sqnr import compute_error
 
 __all__ = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...primitives.block_formats import NVFP4_BLOCK, nvfp4_spec
+from ...primitives.spec import NVFP4_BLOCK, nvfp4_spec
 from ..folder_source import FolderSource, Parts, StoredWeight
 from ..sources import register_source
 from .blocks import check_stored, unpack_nibbles, weight_only, with_suffix

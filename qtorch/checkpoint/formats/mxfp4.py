@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from ...dtypes.transposed_weight import TransposedScheme
-from ...primitives.block_formats import MX_BLOCK, mx_spec
+from ...primitives.spec import MX_BLOCK, mx_spec
 from ..folder_source import FolderSource, Parts, StoredWeight
 from ..sources import register_source
 from .blocks import check_stored, unpack_nibbles, weight_only, with_suffix

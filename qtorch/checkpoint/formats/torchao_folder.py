@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 
 from ...primitives import Granularity, MappingType, PerGroup, QuantSpec, ZeroPointDomain, files, qdtype
-from ...primitives.block_formats import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ...primitives.granularity import granularity_of
+from ...primitives.spec import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..folder_source import FolderSource, Parts, Seen, StoredWeight
 from ..hf_folder import DTYPES, HFFolder
 from ..sources import register_source

@@ -30,7 +30,7 @@ from ..ops.weight_only_mm import dequantize_codes
 from ..registry import FLOATS
 from . import variants
 from .compiled_library import TYPES, Library, library, threads
-from .memory import address, empty
+from .memory import address, empty, empty_at
 from .structs import BlockProduct, DequantizeMatrix, IntCall, QuantizeMatrix, ScaleSums, Weight, struct_of
 
 _quantize = struct_of(QuantizeMatrix).pack
@@ -150,12 +150,12 @@ def codes_of(
     note(f"quantize_matrix.{compiled.instruction_set}")
     scale_of_rows = tokens and not numbers.format
     shape = rows if scale_of_rows else rows // block_rows, columns // block_columns
-    codes = empty((rows, columns), numbers.storage)
-    scale = empty(shape, torch.float8_e8m0fnu if numbers.power else torch.float32)
+    codes, to_codes = empty_at((rows, columns), numbers.storage)
+    scale, to_scale = empty_at(shape, torch.float8_e8m0fnu if numbers.power else torch.float32)
     compiled.quantize_matrix(_quantize(
         address(x), TYPES[x.dtype], *x.stride(), rows, columns, block_rows, block_columns, *numbers[:7], tokens,
         scale_of_rows, *((0, 0, 0) if noise is None else (address(noise, torch.float32), *noise.stride())),
-        codes.data_ptr(), scale.data_ptr(), threads(),
+        to_codes, to_scale, threads(),
     ))  # fmt: skip
     return codes, scale
 
@@ -226,10 +226,10 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
         if variant in ("dot", "tile"):
             note("int_matmul")
             note(f"int_matmul.{compiled.instruction_set}.{variant}")
-            y = empty((m, n), dtype)
+            y, to_y = empty_at((m, n), dtype)
             of_weight = _weight(address(wq, torch.int8), k, 0, 0, n, k, k, 1, address(ws), 0, 1, 0, 0, 1, *_REST)
             of_x = address(xq, torch.int8), TYPES[torch.int8], k, m
-            of_y = y.data_ptr(), TYPES[dtype], n, 0, 0, 0, 0, 0, 0.0, 0.0
+            of_y = to_y, TYPES[dtype], n, 0, 0, 0, 0, 0, 0.0, 0.0
             of_call = _int_call(*of_x, *of_y, address(xs), 0, variants.VARIANTS[variant], count)
             if not compiled.int8_mm(of_weight + of_call):
                 return y
@@ -239,13 +239,13 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
         note("int_matmul.sliced")
         return torch.mm(xq.float(), wq.float().t()).mul_(ws.t()).mul_(xs).to(dtype)
     note(f"scale_sums.{compiled.instruction_set}")
-    y = empty((m, n), dtype)
+    y, to_y = empty_at((m, n), dtype)
     # In fp32, sums are scaled where they lie: a result of some megabytes is memory that the system has to give anew.
     sums = y.view(torch.int32) if dtype is torch.float32 else empty((m, n), torch.int32)
     int_matmul_into(sums, xq, wq.t())
     compiled.scale_sums(_scale_sums(
         address(sums, torch.int32), m, n, address(xs), xs.stride(0) if xs.shape[0] > 1 else 0, address(ws),
-        ws.stride(0) if ws.shape[0] > 1 else 0, y.data_ptr(), TYPES[dtype], count,
+        ws.stride(0) if ws.shape[0] > 1 else 0, to_y, TYPES[dtype], count,
     ))  # fmt: skip
     return y
 

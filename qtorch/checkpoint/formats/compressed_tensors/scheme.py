@@ -27,7 +27,7 @@ from ....primitives import (
     ZeroPointDomain,
     qdtype,
 )
-from ....primitives.block_formats import NVFP4_BLOCK, mx_spec, nvfp4_spec
+from ....primitives.spec import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..blocks import integer_spec, symmetric_spec
 
 FORMATS = (
