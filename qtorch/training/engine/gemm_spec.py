@@ -11,8 +11,8 @@ of the forward, except with `reuse_forward`.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -58,6 +58,12 @@ class GemmSpec:
     mid_alpha: tuple[float, float] | None = None
     hadamard: int | None = None
 
+    # No fields: what follows from them, found once, because it is read on each call, and by compilers that trace it.
+    is_int8_by_rows: ClassVar[bool]
+    """Whether it is `int8_rows_product` of its operands, that and nothing else."""
+    blocks: ClassVar[tuple[int, int]]
+    """Sizes of the blocks of lhs and rhs along the contracted axis, 1 where the whole axis is one block."""
+
     def __post_init__(self) -> None:
         if self.mid_alpha is not None:
             object.__setattr__(self, "mid_alpha", tuple(self.mid_alpha))
@@ -79,6 +85,12 @@ class GemmSpec:
                     check_contracted_axis(spec, name)
             if not (self.lhs.dtype.is_floating_point or self.rhs.dtype.is_floating_point):
                 _check_integers(self.lhs, self.rhs)
+        sides = (self.lhs, self.rhs)
+        plain = self.fold is None and not self.changes_operands and self.accumulator_dtype in (None, torch.int32)
+        vars(self).update(
+            is_int8_by_rows=plain and all(spec is not None and _is_int8_rowwise(spec) for spec in sides),
+            blocks=tuple(1 if spec is None else max(1, spec.granularity.pattern(2)[1]) for spec in sides),
+        )
 
     def __str__(self) -> str:
         rhs = "forward's" if self.reuse_forward else self.rhs
@@ -92,18 +104,6 @@ class GemmSpec:
     def changes_operands(self) -> bool:
         """Whether operands are changed, together, before they are quantized."""
         return self.mid_alpha is not None or self.hadamard is not None
-
-    @functools.cached_property
-    def is_int8_by_rows(self) -> bool:
-        """Whether it is `int8_rows_product` of its operands, that and nothing else."""
-        plain = self.fold is None and not self.changes_operands and self.accumulator_dtype in (None, torch.int32)
-        return plain and all(spec is not None and _is_int8_rowwise(spec) for spec in (self.lhs, self.rhs))
-
-    @functools.cached_property
-    def blocks(self) -> tuple[int, int]:
-        """Sizes of the blocks of lhs and rhs along the contracted axis, 1 where the whole axis is one block."""
-        left, right = (1 if spec is None else max(1, spec.granularity.pattern(2)[1]) for spec in (self.lhs, self.rhs))
-        return left, right
 
     @property
     def accumulates_floats(self) -> bool:
@@ -206,7 +206,7 @@ class TrainingSpec:
         sides = (side for gemm in (self.output, self.grad_input, self.grad_weight) for side in (gemm.lhs, gemm.rhs))
         return [spec for spec in sides if spec is not None]
 
-    @functools.cached_property
+    @property
     def keeps_operands(self) -> bool:
         """Whether the backward needs operands as the forward quantized them."""
         reuses = self.grad_input.reuse_forward or self.grad_weight.reuse_forward
