@@ -237,7 +237,8 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
     if k <= EXACT_SLICE and not cpu_has("vnni") and bool(ws.amax() <= LARGE_SCALE):
         note("int_matmul")
         note("int_matmul.sliced")
-        return torch.mm(xq.float(), wq.float().t()).mul_(ws.t()).mul_(xs).to(dtype)
+        sums = torch.mm(xq.float(), wq.float().t(), out=empty((m, n), torch.float32))  # which autocast leaves alone
+        return sums.mul_(ws.t()).mul_(xs).to(dtype)
     note(f"scale_sums.{compiled.instruction_set}")
     y, to_y = empty_at((m, n), dtype)
     # In fp32, sums are scaled where they lie: a result of some megabytes is memory that the system has to give anew.

@@ -75,9 +75,10 @@ def check_int8_matrices(a: Tensor, b: Tensor) -> None:
 
 def _sliced(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     note("int_matmul.sliced")
+    sums = out.new_empty(out.shape, dtype=torch.float32)
     for start in range(0, max(a.shape[1], 1), EXACT_SLICE):
         stop = start + EXACT_SLICE
-        sums = torch.mm(a[:, start:stop].float(), b[start:stop].float())
+        torch.mm(a[:, start:stop].float(), b[start:stop].float(), out=sums)  # which autocast leaves alone
         out = out.add_(sums.to(torch.int32)) if start else out.copy_(sums)
     return out
 
