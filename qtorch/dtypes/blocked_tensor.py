@@ -46,8 +46,7 @@ class BlockedScheme(matrix_weight.MatrixScheme):
         if self.block < 1:
             raise ValueError(f"BlockedScheme: a block has at least one element, got {self.block}")
 
-    def __hash__(self) -> int:
-        return hash((self._hash, self.block, self.flat, self.root))  # type: ignore[attr-defined]
+    __hash__ = matrix_weight.MatrixScheme.__hash__
 
     @property
     def blocks(self) -> granularity.FlatBlocks:

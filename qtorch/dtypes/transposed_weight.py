@@ -35,16 +35,13 @@ class PaddedScheme(matrix_weight.MatrixScheme):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # As part of the hash of the scheme: kernels are looked up by it.
-        object.__setattr__(self, "_hash", hash((self.spec, self.shape, self.dtype, self.padding)))
         if len(self.shape) < 2 or type(self.padding) is not int or self.padding < 0:
             raise ValueError(
                 f"a {type(self).__name__} has two or more dimensions and a padding of zero or more, got shape "
                 f"{self.shape} and {self.padding!r:.40}"
             )
 
-    def __hash__(self) -> int:
-        return super().__hash__()
+    __hash__ = matrix_weight.MatrixScheme.__hash__
 
     @property
     def codes_shape(self) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ from ..primitives.tracing import F, are_active, one_by_one
 
 Function = Callable[..., Any]
 
-# Types of arguments that need no look.
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None), torch.dtype, bool, int, float, str, list, tuple))
+# Types of tensors that have memory of their own.
+TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _LIBRARY = torch.library.Library("qtorch", "FRAGMENT")
 _implementations: dict[str, dict[str, Function]] = {}  # by operation, then by device type
@@ -65,10 +65,10 @@ def by_device(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        if not PLAIN.issuperset(map(type, args)):
-            _check_memory(function.__name__, args)
-        if not torch.compiler.is_compiling() and any(map(_is_negative, args[in_place:])):
-            args = (*args[:in_place], *map(_resolved, args[in_place:]))
+        if torch.compiler.is_compiling():
+            _check_memory(function.__name__, *args)
+        else:
+            args = _readable(function.__name__, args, in_place)
         return own.get(args[0].device.type, function)(*args)
 
     return call  # type: ignore[return-value]
@@ -128,10 +128,7 @@ def _runner(name: str, function: Function, own: dict[str, Function]) -> Function
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        if not PLAIN.issuperset(map(type, args)):
-            _check_memory(name, args)
-        if any(map(_is_negative, args)):
-            args = tuple(map(_resolved, args))
+        args = _readable(name, args)
         if _records:
             note(name)
         chosen = own.get(args[0].device.type, function) if own else function
@@ -157,8 +154,23 @@ def _without_gradient(run: Function) -> Function:
     return call
 
 
-def _check_memory(name: str, args: tuple[Any, ...]) -> None:
-    """Raise `NotImplementedError` for a DTensor: kernels read memory, and it has none of its own."""
+def _readable(name: str, args: tuple[Any, ...], first: int = 0) -> tuple[Any, ...]:
+    """Arguments of the operation `name` as its code, which reads memory, takes them: from `first` on none stands for
+    the negative of what its memory holds. Only torch's dispatcher, which eager calls pass by, would write it out."""
+    negative = False
+    for arg in args:  # written out: it runs on each call of a kernel
+        kind = type(arg)
+        if kind in TENSORS:
+            negative = negative or arg.is_neg()
+        elif kind is list or kind is tuple:
+            negative = negative or any(type(part) in TENSORS and part.is_neg() for part in arg)
+        elif isinstance(arg, torch.Tensor):
+            _check_memory(name, arg)
+    return (*args[:first], *map(_resolved, args[first:])) if negative else args
+
+
+def _check_memory(name: str, *args: Any) -> None:
+    """Raise `NotImplementedError` for a DTensor, which has no memory of its own."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and any(isinstance(arg, module.DTensor) for arg in args):
         raise NotImplementedError(
@@ -168,19 +180,10 @@ def _check_memory(name: str, args: tuple[Any, ...]) -> None:
         )
 
 
-def _is_negative(arg: Any) -> bool:
-    """Whether `arg` is a tensor that stands for the negative of what its memory holds, or has one. Kernels read memory,
-    and only torch's dispatcher, which eager calls pass by, would make such a tensor what it stands for."""
-    kind = type(arg)
-    if kind is list or kind is tuple:
-        return any(map(_is_negative, arg))
-    return (kind is torch.Tensor or kind is torch.nn.Parameter) and arg.is_neg()
-
-
 def _resolved(arg: Any) -> Any:
-    if isinstance(arg, list | tuple):
+    if type(arg) is list or type(arg) is tuple:
         return [_resolved(part) for part in arg]
-    return arg.resolve_neg() if _is_negative(arg) else arg
+    return arg.resolve_neg() if type(arg) in TENSORS else arg
 
 
 def _run_examples(overload: Any, keyset: Any, *args: Any) -> Any:

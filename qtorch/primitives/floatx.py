@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .rounding import Rounding
+from .rounding import Rounding, uniform
 
 
 class SignedFormat:
@@ -57,7 +57,7 @@ class SignedFormat:
             noise: the random numbers themselves; see `round_to_integer`.
         """
         stochastic = rounding is Rounding.STOCHASTIC
-        return self._encode(x, _uniform(x, generator, noise) if stochastic else None)
+        return self._encode(x, uniform(x, x.dtype, generator, noise) if stochastic else None)
 
     def _encode(self, x: Tensor, u: Tensor | None) -> Tensor:
         """Codes; stochastic rounding uses the random numbers `u`, rounding to nearest has None."""
@@ -186,12 +186,6 @@ class MidRise(SignedFormat):
         return False
 
 
-def _uniform(x: Tensor, generator: torch.Generator | None, noise: Tensor | None) -> Tensor:
-    if noise is None and generator is None:
-        return torch.rand_like(x)  # of a shape that a compiler need not know
-    return torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator) if noise is None else noise
-
-
 def _neighbours(magnitude: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The index of the largest of the ascending `values` that is not above `magnitude`, or 0; it, and the next one."""
     below = (torch.bucketize(magnitude, values, right=True) - 1).clamp(min=0)
@@ -205,7 +199,7 @@ def round_magnitudes(
     with expectation x; beyond the last it saturates. NaN stays."""
     magnitude = x.abs().clamp(max=magnitudes[-1])
     _, low, high = _neighbours(magnitude, x.new_tensor(magnitudes))
-    rounded = torch.where(_uniform(x, generator, noise) * (high - low) < magnitude - low, high, low)
+    rounded = torch.where(uniform(x, x.dtype, generator, noise) * (high - low) < magnitude - low, high, low)
     return torch.where(x.isnan(), x, torch.copysign(rounded, x))
 
 

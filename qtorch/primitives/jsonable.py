@@ -43,6 +43,22 @@ def jsonable(cls: type[T], called: str = "") -> type[T]:
     return cls
 
 
+class HashedOnce:
+    """Base of metadata by which kernels are looked up: its hash is computed at the first use. A dataclass makes one of
+    its own unless it has ``__hash__ = HashedOnce.__hash__``."""
+
+    def __hash__(self) -> int:
+        own = vars(self)
+        found: int | None = own.get("_hash")
+        if found is None:
+            found = own["_hash"] = hash(tuple(own[f.name] for f in dataclasses.fields(self)))  # type: ignore[arg-type]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Not the hash: those of strings differ from process to process.
+        return {f.name: vars(self)[f.name] for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+
 def register_string_reader(prefix: str, read: Callable[[str], Any]) -> None:
     """Read strings of the form ``"<prefix>.<name>"`` with ``read(name)``."""
     _STRING_READERS[prefix] = read

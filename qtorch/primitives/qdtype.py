@@ -39,6 +39,11 @@ class QDType:
     format: SignedFormat | None = None
 
     @property
+    def is_small_integer(self) -> bool:
+        """Whether it has integers of at most 8 bits, whose products kernels add up exactly."""
+        return not self.is_floating_point and self.bits <= 8
+
+    @property
     def has_zero(self) -> bool:
         """Whether 0.0 has a code."""
         return self.format is None or self.format.has_zero

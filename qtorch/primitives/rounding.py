@@ -86,10 +86,13 @@ def round_to_integer(
         return torch.round(x)
     # In fp16 and bf16 neither u nor x - floor(x) is fine enough for small probabilities.
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if noise is None and generator is None:
-        noise = torch.rand_like(x, dtype=dtype)
-    elif noise is None:
-        noise = torch.rand(x.shape, dtype=dtype, device=x.device, generator=generator)
     floor = torch.floor(x)
     # floor(x + u) would be wrong for large x, where x + u may round up to the next integer.
-    return floor + (noise < x.to(dtype) - floor).to(x.dtype)
+    return floor + (uniform(x, dtype, generator, noise) < x.to(dtype) - floor).to(x.dtype)
+
+
+def uniform(x: Tensor, dtype: torch.dtype, generator: torch.Generator | None, noise: Tensor | None) -> Tensor:
+    """The random numbers of stochastic rounding of `x`, on [0, 1): `noise` if it is given."""
+    if noise is None and generator is None:
+        return torch.rand_like(x, dtype=dtype)  # of a shape that a compiler need not know
+    return torch.rand(x.shape, dtype=dtype, device=x.device, generator=generator) if noise is None else noise

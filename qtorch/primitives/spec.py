@@ -7,7 +7,7 @@ where a tensor lives and which kernel runs must not change numbers, so they are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor
 from . import double_quant
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, dequantize_affine, quantize_affine
 from .fake_quant import fake_quantize_affine
-from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, scale_shape
-from .jsonable import jsonable
+from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, PerTensor, scale_shape
+from .jsonable import HashedOnce, jsonable
 from .qdtype import QDType, qdtype
 from .qparams import check_options, choose_qparams_affine_with_min_max
 from .rounding import Noise, Rounding
@@ -26,7 +26,7 @@ from .scale_rules import MinMaxRule, ScaleRule
 
 @jsonable
 @dataclass(frozen=True)
-class QuantSpec:
+class QuantSpec(HashedOnce):
     """How one tensor is quantized. Hashable, JSON-able (`to_json` / `from_json`).
 
     Args:
@@ -64,6 +64,8 @@ class QuantSpec:
     scale_spec: QuantSpec | None = None
     preserve_max_val: bool = True
     noise: Noise | None = None
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
@@ -256,10 +258,8 @@ def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 @jsonable
 @dataclass(frozen=True)
-class Scheme:
+class Scheme(HashedOnce):
     """Metadata of a quantized tensor: hashable, JSON-able, no tensors and no callables.
-
-    Kernels are looked up by it, so its hash is computed once.
 
     Args:
         spec: how the tensor and its activation are quantized, and the layout of the codes.
@@ -276,14 +276,8 @@ class Scheme:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", constant_shape(self.shape))
-        object.__setattr__(self, "_hash", hash((self.spec, self.shape, self.dtype)))
 
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
-
-    # Rebuilt rather than copied: string hashes differ from process to process.
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+    __hash__ = HashedOnce.__hash__
 
     # Guards of compiled graphs compare each scheme with a copy of it on each call: itself is compared in no time.
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:
@@ -305,3 +299,31 @@ class Scheme:
     @property
     def layout(self) -> Any:
         return self.spec.layout
+
+
+# Specs of floating-point elements in short blocks whose scales have 8 bits: the MX formats, and NVFP4.
+#
+# MX (OCP Microscaling specification v1.0): blocks of 32 along a row, with a power of two, e8m0, as the scale of each.
+#
+# NVFP4: elements in e2m1 in blocks of 16 with an e4m3 scale each, and an fp32 scale for the tensor:
+#
+#     w = e2m1 code * e4m3 scale of the block * scale of the tensor,    scale of the tensor = absmax / (6 * 448)
+#
+# so the block with the largest element has the largest e4m3 scale.
+
+MX_BLOCK = 32
+NVFP4_BLOCK = 16
+
+
+def mx_spec(dtype: QDType | torch.dtype | str) -> QuantSpec:
+    """Spec of elements of `dtype`, ``"float8_e4m3fn"``, ``"float6_e2m3"`` or ``"float4_e2m1"``, in blocks of 32 that
+    share an e8m0 scale."""
+    none = ZeroPointDomain.NONE
+    return QuantSpec(qdtype(dtype), PerGroup(MX_BLOCK), zero_point_domain=none, scale_dtype=torch.float8_e8m0fnu)
+
+
+def nvfp4_spec() -> QuantSpec:
+    """Spec of elements in e2m1, in blocks of 16 with scales in e4m3, which share an fp32 scale."""
+    none = ZeroPointDomain.NONE
+    scale_spec = QuantSpec(qdtype(torch.float8_e4m3fn), PerTensor(), zero_point_domain=none)
+    return QuantSpec(qdtype("float4_e2m1"), PerGroup(NVFP4_BLOCK), zero_point_domain=none, scale_spec=scale_spec)

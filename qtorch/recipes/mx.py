@@ -1,4 +1,4 @@
-"""Weights, and activations, in the block formats of `primitives.block_formats`: MX and NVFP4."""
+"""Weights, and activations, in the block formats of `primitives.spec`: MX and NVFP4."""
 
 from __future__ import annotations
 

@@ -10,6 +10,10 @@ from torch import nn
 from qtorch import quantize_, training
 from qtorch.training import Int8MixedPrecisionTrainingConfig, int8_mixed_precision_training, switchback_training
 from qtorch.training.engine import contraction
+from qtorch.training.recipes.base import TrainingRecipe
+from tests.attack import training_recipes
+
+FLOATS = ("float8", "mxfp8", "mxfp4", "nvfp4")
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +41,21 @@ def test_no_warning_where_there_is_no_reason() -> None:
     layer(int8_mixed_precision_training())(torch.randn(256, 32)).sum().backward()
     others = [
         switchback_training(),
-        training.float8_training(),
         int8_mixed_precision_training(Int8MixedPrecisionTrainingConfig(grad_weight=False)),
     ]
     for recipe in others:
         layer(recipe)(torch.randn(5, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("name", training_recipes.NAMES)
+def test_products_that_a_cpu_computes_in_fp32(name: str) -> None:
+    recipe = training_recipes.make(name).placed(1, 3)
+    spec = recipe.training_spec() if isinstance(recipe, TrainingRecipe) else training.TrainingSpec()
+    if slow := [each.dtype.name for each in spec.operands if each.dtype.is_floating_point or each.dtype.bits > 8]:
+        with pytest.warns(UserWarning, match=rf"^qtorch: {name} .*{slow[0]}.* int8_mixed_precision_training\(\)"):
+            layer(recipe)
+    assert bool(slow) is (name in ("binary_training", *(f"{each}_training" for each in FLOATS)))
+    layer(recipe)  # and only once
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...dtypes.transposed_weight import TransposedScheme
-from ...primitives.block_formats import MX_BLOCK, NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ...primitives.granularity import Granularity, PerRow, PerTensor, granularity_of
+from ...primitives.spec import MX_BLOCK, NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..hf_folder import FolderSource, Parts, Seen, StoredWeight
 from ..sources import register_source
 from .blocks import Cut, check_stored, symmetric_spec, unpack_nibbles, weight_only, with_suffix

@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 import torch
 
 from ...primitives import Granularity, MappingType, PerGroup, QuantSpec, ZeroPointDomain, files, qdtype
-from ...primitives.block_formats import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ...primitives.files import open_regular
 from ...primitives.granularity import granularity_of
 from ...primitives.layouts.tensor_core_tiled import unpack_cuda
+from ...primitives.spec import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..hf_folder import DTYPES, FolderSource, HFFolder, Parts, Seen, StoredWeight, find_root
 from ..pickled_file import PickledFile
 from ..sources import PICKLES, Source, register_source

@@ -200,18 +200,14 @@ def _choose() -> Library | str:
 
 def library() -> Library | None:
     """The library in use, or None; `missing` says why."""
-    found = _found()
+    found = _forced[-1] if _forced else _best()
     return found if isinstance(found, Library) else None
 
 
 def missing() -> str | None:
     """Why no library is in use; None if one is."""
-    found = _found()
+    found = _forced[-1] if _forced else _best()
     return found if isinstance(found, str) else None
-
-
-def _found() -> Library | str:
-    return _forced[-1] if _forced else _best()
 
 
 @contextmanager

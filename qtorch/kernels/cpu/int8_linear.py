@@ -27,7 +27,7 @@ from . import variants, weight
 from .code_values import QuantizedScales
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
-from .operands import is_readable, scaled_int_matmul
+from .operands import MOST_TERMS, product_of_rows, readers
 from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 from .weight_only import CompiledLinear, Numerics, where_finite
 
@@ -106,10 +106,10 @@ def compiled_product(
 ) -> Tensor:
     """See `int8_product`: compiled for a weight with groups; with one, torch's product, and in graphs torch operators,
     which a compiler can fuse."""
-    if group == -1 and xz is None and wz is None and is_readable(xq) and wq.dtype is torch.int8:
-        y = scaled_int_matmul(xq, xs, wq, ws, dtype)
-        if y is not None:
-            return y
+    if group == -1 and xz is None and wz is None and wq.dtype is torch.int8 and xq.shape[1] <= MOST_TERMS:
+        compiled = readers(xq, wq)
+        if compiled is not None:
+            return product_of_rows(compiled, xq, xs, wq, ws, dtype)
     if group % GROUP_MULTIPLE or group > int32_terms(xz is not None, wz is not None or wq.dtype is torch.uint8):
         return portable(int8_product)(xq, xs, xz, wq, ws, wz, group, dtype)
     kind = "int8" if wq.dtype == torch.int8 else "uint8"

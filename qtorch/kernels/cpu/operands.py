@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...primitives.affine import MappingType, ZeroPointDomain
 from ...primitives.granularity import block_of
@@ -20,31 +20,38 @@ from ...primitives.rounding import Rounding
 from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec
 from ...primitives.tracing import are_active
-from ..custom_ops import implement, note, portable
+from ..custom_ops import TENSORS, implement, note, portable
+from ..features import cpu_has
 from ..ops.block_mm import int8_block_mm
+from ..ops.int8_grouped_mm import LARGE_SCALE, int8_rows_product
 from ..ops.int_matmul import EXACT_SLICE, int32_terms, int_matmul_into
 from ..ops.quantize import Quantized, is_int8_rowwise, quantize_dynamic, quantize_rows, shares_scales
 from ..ops.weight_only_mm import dequantize_codes
 from ..registry import FLOATS
-from .compiled_library import TYPES, library, threads
-from .memory import address, empty
-from .structs import BlockProduct, DequantizeMatrix, QuantizeMatrix, ScaleSums, struct_of
+from . import variants
+from .compiled_library import TYPES, Library, library, threads
+from .memory import address, empty, empty_at
+from .structs import BlockProduct, DequantizeMatrix, IntCall, QuantizeMatrix, ScaleSums, Weight, struct_of
 
 _quantize = struct_of(QuantizeMatrix).pack
 _dequantize = struct_of(DequantizeMatrix).pack
 
 _block_product = struct_of(BlockProduct).pack
 _scale_sums = struct_of(ScaleSums).pack
+_weight, _int_call = struct_of(Weight).pack, struct_of(IntCall).pack
+_REST = tuple(Weight._field_defaults.get(name, 0.0) for name in Weight._fields[14:])
 
 INTEGER = 0
 FORMATS = {"float8_e4m3fn": 1, "float8_e5m2": 2}  # as in src/quantize_matrix.h; other codes are INTEGER
 VECTOR = 16  # blocks of so many columns, or a multiple, are whole vectors on every machine
 MOST_ROWS = 256  # of a block: its stripe of the operand should fit in the cache
+MOST_TERMS = int32_terms()
+LEAST_TERMS = 32  # of a product along rows of codes; shorter ones are faster in torch (measured)
 UNIT = 4  # codes that are multiplied together: the size of a block along the contracted axis is a multiple
 
 
 class Numbers(NamedTuple):
-    """How a spec chooses scales and codes: fields of `QuantizeMatrix`."""
+    """How a spec chooses scales and codes: fields of `QuantizeMatrix`, and what follows from the spec besides."""
 
     format: int
     least: float
@@ -53,15 +60,19 @@ class Numbers(NamedTuple):
     smallest: float
     largest: float
     power: float
+    is_stochastic: bool
+    storage: torch.dtype
+    block: tuple[int, ...]
 
 
 @functools.cache
 def numbers_of(spec: QuantSpec, dtype: torch.dtype) -> Numbers | None:
-    """Those of an input of `dtype`, None for a spec that the compiled code does not follow."""
+    """Those of a matrix of `dtype`, None for what the compiled code does not follow."""
     kind, scale_dtype = spec.dtype, spec.stored_scale_dtype(dtype)
     integer = not kind.is_floating_point and kind.storage is torch.int8
     if (
         type(spec) is not QuantSpec
+        or dtype not in FLOATS
         or spec.has_zero_point
         or spec.mapping is not MappingType.SYMMETRIC
         or spec.zero_point_domain not in (ZeroPointDomain.INT, ZeroPointDomain.NONE)
@@ -84,31 +95,27 @@ def numbers_of(spec: QuantSpec, dtype: torch.dtype) -> Numbers | None:
         smallest=max(limits.tiny, spec.eps or 0.0),
         largest=math.inf if is_int8_rowwise(spec) else largest,
         power=2.0 ** (math.frexp(high)[1] - 1) if scale_dtype is torch.float8_e8m0fnu else 0.0,
+        is_stochastic=spec.rounding is Rounding.STOCHASTIC,
+        storage=kind.storage,
+        block=spec.granularity.pattern(2),
     )
 
 
-def is_readable(x: Tensor) -> bool:
-    """Whether a matrix has memory and nothing records what is done with it: no graph, gradient or transform."""
-    return (
-        not torch.compiler.is_compiling()
-        and type(x) in (Tensor, nn.Parameter)
-        and x.dim() == 2
-        and x.numel() > 0
-        and not (x.requires_grad and torch.is_grad_enabled())
-        and torch._C._get_tracing_state() is None
-        and not are_active()
-    )
-
-
-def in_order(x: Tensor) -> Tensor:
-    """`x` (M, K), whose rows or columns are contiguous."""
-    return x if 1 in x.stride() else x.contiguous()
+def readers(*matrices: Tensor) -> Library | None:
+    """The library, if these matrices have memory and nothing records what is done with them: no graph, gradient or
+    transform."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or are_active():
+        return None
+    for x in matrices:
+        if type(x) not in TENSORS or x.dim() != 2 or not x.numel() or (x.requires_grad and torch.is_grad_enabled()):
+            return None
+    return library()
 
 
 @implement("quantize_dynamic", "cpu")
 def cpu_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Quantized:
     """See `quantize_dynamic`."""
-    return _quantized(x, spec, tokens=False) or portable(quantize_dynamic)(x, spec)
+    return _quantized(x, spec) or portable(quantize_dynamic)(x, spec)
 
 
 @implement("quantize_rows", "cpu")
@@ -117,32 +124,40 @@ def cpu_quantize_rows(x: Tensor, spec: QuantSpec) -> Quantized:
     return _quantized(x, spec, tokens=shares_scales(spec)) or portable(quantize_rows)(x, spec)
 
 
-def _quantized(x: Tensor, spec: QuantSpec, tokens: bool) -> Quantized | None:
+def _quantized(x: Tensor, spec: QuantSpec, tokens: bool = False) -> Quantized | None:
     """Codes and scale; None where the compiled code does not do it. With `tokens`, rows that share scales are
     independent."""
-    if not is_readable(x) or x.dtype not in FLOATS or (compiled := library()) is None:
+    if (compiled := readers(x)) is None or (numbers := numbers_of(spec, x.dtype)) is None:
         return None
-    numbers = numbers_of(spec, x.dtype)
-    if numbers is None:
-        return None
-    (rows, columns), (block_rows, block_columns) = x.shape, spec.block_size(x.shape)
-    whole = (block_rows, block_columns) == (rows, columns)
+    (rows, columns), (block_rows, block_columns) = x.shape, numbers.block
+    block_rows, block_columns = rows if block_rows < 0 else block_rows, columns if block_columns < 0 else block_columns
+    if rows % block_rows or columns % block_columns:
+        return None  # torch operators raise the error
+    whole = block_rows == rows and block_columns == columns
     if not whole and (block_rows > MOST_ROWS or (block_columns != columns and block_columns % VECTOR)):
         return None
-    x = in_order(x)
+    return *codes_of(compiled, x, numbers, block_rows, block_columns, tokens), None
+
+
+def codes_of(
+    compiled: Library, x: Tensor, numbers: Numbers, block_rows: int, block_columns: int, tokens: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes (M, K) and scale of a readable `x`, whose blocks the compiled code takes."""
+    rows, columns = x.shape
+    x = x if 1 in x.stride() else x.contiguous()
     # As `round_to_integer`, which draws random numbers in the order of the memory of `x`.
-    noise = torch.rand_like(x, dtype=torch.float32) if spec.rounding is Rounding.STOCHASTIC else None
+    noise = torch.rand_like(x, dtype=torch.float32) if numbers.is_stochastic else None
     note(f"quantize_matrix.{compiled.instruction_set}")
-    scale_of_rows = tokens and not spec.dtype.has_nan
+    scale_of_rows = tokens and not numbers.format
     shape = rows if scale_of_rows else rows // block_rows, columns // block_columns
-    codes = empty((rows, columns), spec.dtype.storage)
-    scale = empty(shape, torch.float8_e8m0fnu if numbers.power else torch.float32)
+    codes, to_codes = empty_at((rows, columns), numbers.storage)
+    scale, to_scale = empty_at(shape, torch.float8_e8m0fnu if numbers.power else torch.float32)
     compiled.quantize_matrix(_quantize(
-        address(x), TYPES[x.dtype], *x.stride(), rows, columns, block_rows, block_columns, *numbers, tokens,
+        address(x), TYPES[x.dtype], *x.stride(), rows, columns, block_rows, block_columns, *numbers[:7], tokens,
         scale_of_rows, *((0, 0, 0) if noise is None else (address(noise, torch.float32), *noise.stride())),
-        address(codes), address(scale), threads(),
+        to_codes, to_scale, threads(),
     ))  # fmt: skip
-    return codes, scale, None
+    return codes, scale
 
 
 @implement("dequantize_codes", "cpu")
@@ -157,7 +172,7 @@ def cpu_dequantize_codes(
 def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:
     """Those of codes without zero points, in fp32; None where the compiled code does not do it."""
     integer = not kind.is_floating_point and kind.storage is torch.int8
-    if not is_readable(codes) or not (integer or kind.name in FORMATS) or (compiled := library()) is None:
+    if not (integer or kind.name in FORMATS) or (compiled := readers(codes)) is None:
         return None
     if codes.stride(1) != 1:
         if codes.stride(0) != 1:
@@ -200,21 +215,49 @@ def _scale_fields(scale: Tensor, rows: int, groups: int) -> tuple[int, ...]:
     return address(scale, torch.float32), *scale.stride(), rows // scale.shape[0], groups // scale.shape[1]
 
 
-def scaled_int_matmul(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """`int8_grouped_mm` of one group and signed codes without zero points, (M, N); None if nothing is compiled, or
-    an int32 might not hold the sums. In fp32, sums are scaled where they lie: a result of some megabytes is memory that
-    the system has to give anew."""
-    compiled = library()
-    if compiled is None or not (xq.numel() and wq.numel()) or xq.shape[1] > int32_terms():
-        return None
+def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
+    """`int8_grouped_mm` of one group of at most `MOST_TERMS` signed codes without zero points, (M, N), by what
+    `variants` has for layers."""
+    (m, k), n = xq.shape, wq.shape[0]
+    xs, ws, count = xs.float(), ws.float(), threads()
+    of_rows = xs.numel() == m and ws.numel() == n and xs.is_contiguous() and ws.is_contiguous()
+    if of_rows and k >= LEAST_TERMS and xq.is_contiguous() and wq.is_contiguous():
+        variant = variants.choose(compiled.instruction_set, variants.key_of("int8", False, False, n * k), m)
+        if variant in ("dot", "tile"):
+            note("int_matmul")
+            note(f"int_matmul.{compiled.instruction_set}.{variant}")
+            y, to_y = empty_at((m, n), dtype)
+            of_weight = _weight(address(wq, torch.int8), k, 0, 0, n, k, k, 1, address(ws), 0, 1, 0, 0, 1, *_REST)
+            of_x = address(xq, torch.int8), TYPES[torch.int8], k, m
+            of_y = to_y, TYPES[dtype], n, 0, 0, 0, 0, 0, 0.0, 0.0
+            of_call = _int_call(*of_x, *of_y, address(xs), 0, variants.VARIANTS[variant], count)
+            if not compiled.int8_mm(of_weight + of_call):
+                return y
+            # What is not finite may be so on the way only.
+    if k <= EXACT_SLICE and not cpu_has("vnni") and bool(ws.amax() <= LARGE_SCALE):
+        note("int_matmul")
+        note("int_matmul.sliced")
+        sums = torch.mm(xq.float(), wq.float().t(), out=empty((m, n), torch.float32))  # which autocast leaves alone
+        return sums.mul_(ws.t()).mul_(xs).to(dtype)
     note(f"scale_sums.{compiled.instruction_set}")
-    (m, _), n = xq.shape, wq.shape[0]
-    y = empty((m, n), dtype)
+    y, to_y = empty_at((m, n), dtype)
+    # In fp32, sums are scaled where they lie: a result of some megabytes is memory that the system has to give anew.
     sums = y.view(torch.int32) if dtype is torch.float32 else empty((m, n), torch.int32)
     int_matmul_into(sums, xq, wq.t())
-    xs, ws = xs.float(), ws.float()
     compiled.scale_sums(_scale_sums(
-        address(sums, torch.int32), m, n, address(xs, torch.float32), xs.stride(0) if xs.shape[0] > 1 else 0,
-        address(ws, torch.float32), ws.stride(0) if ws.shape[0] > 1 else 0, address(y), TYPES[dtype], threads(),
+        address(sums, torch.int32), m, n, address(xs), xs.stride(0) if xs.shape[0] > 1 else 0, address(ws),
+        ws.stride(0) if ws.shape[0] > 1 else 0, to_y, TYPES[dtype], count,
     ))  # fmt: skip
     return y
+
+
+@implement("int8_rows_product", "cpu")
+def cpu_int8_rows_product(x: Tensor, x_spec: QuantSpec, w: Tensor, w_spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """See `int8_rows_product`."""
+    if (compiled := readers(x, w)) is not None and x.shape[1] <= MOST_TERMS:
+        of_x, of_w = numbers_of(x_spec, x.dtype), numbers_of(w_spec, w.dtype)
+        if of_x is not None and of_w is not None:
+            wq, ws = codes_of(compiled, w, of_w, 1, w.shape[1])
+            xq, xs = codes_of(compiled, x, of_x, 1, x.shape[1])
+            return product_of_rows(compiled, xq, xs, wq, ws, dtype)
+    return portable(int8_rows_product)(x, x_spec, w, w_spec, dtype)

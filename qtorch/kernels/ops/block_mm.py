@@ -56,8 +56,8 @@ def _of_each_row(scale: Tensor, rows: int, groups: int) -> Tensor:
 
 def pad_to_blocks(x: Tensor, granularity: Granularity, columns: int = 1) -> Tensor:
     """`x` (M, K) with zeros appended, so that blocks divide it and `columns` divides K; zeros do not change a range."""
-    rows, inner = (max(size, 1) for size in granularity.pattern(2))
-    inner = math.lcm(inner, columns)
+    rows, inner = granularity.pattern(2)
+    rows, inner = max(rows, 1), math.lcm(max(inner, 1), columns)
     if rows == inner == 1:
         return x
     missing = (-x.shape[0] % rows, -x.shape[1] % inner)

@@ -12,7 +12,9 @@ import functools
 import torch
 from torch import Tensor
 
+from ...primitives import QuantSpec
 from .. import custom_ops, registry
+from . import quantize
 from .int_matmul import int32_terms, int_matmul, int_sums
 
 WEIGHT_SLICE = 4 << 20  # bytes of a grouped weight that are converted to floating point at a time
@@ -118,3 +120,12 @@ def int8_product(
     """`int8_grouped_mm` of operands quantized for this product only, as in training, by the device's fastest code.
     `group` has the columns of a group, -1 for one group: a compiler would guard on a size read from a tensor."""
     return fusible_int8_mm(xq, xs, xz, wq, ws, wz, dtype)
+
+
+@custom_ops.by_device
+def int8_rows_product(x: Tensor, x_spec: QuantSpec, w: Tensor, w_spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """`int8_product` of x (M, K) and w (N, K) in floating point, quantized by specs of signed codes of at most 8 bits
+    with a scale for each row and no zero point: (M, N)."""
+    wq, ws, _ = quantize.quantize_dynamic(w, w_spec)  # random numbers of stochastic rounding come in this order
+    xq, xs, _ = quantize.quantize_dynamic(x, x_spec)
+    return int8_product(xq, xs, None, wq, ws, None, -1, dtype)

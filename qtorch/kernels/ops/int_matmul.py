@@ -41,7 +41,7 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cpu and features.cpu_has("vnni"):
         note("int_matmul.vnni")
         return torch._int_mm(a, _readable(b))
-    return _sliced(a, b)
+    return _sliced(a.new_empty(a.shape[0], b.shape[1], dtype=torch.int32), a, b)
 
 
 def int_matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -52,7 +52,7 @@ def int_matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
         note("int_matmul.vnni")
         torch._int_mm(a, _readable(b), out=out)
     else:
-        out.copy_(_sliced(a, b))
+        _sliced(out, a, b)
 
 
 def _readable(b: Tensor) -> Tensor:
@@ -73,13 +73,14 @@ def check_int8_matrices(a: Tensor, b: Tensor) -> None:
         )
 
 
-def _sliced(a: Tensor, b: Tensor) -> Tensor:
+def _sliced(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     note("int_matmul.sliced")
-    total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.int32)
-    for start in range(0, a.shape[1], EXACT_SLICE):
+    sums = out.new_empty(out.shape, dtype=torch.float32)
+    for start in range(0, max(a.shape[1], 1), EXACT_SLICE):
         stop = start + EXACT_SLICE
-        total += torch.mm(a[:, start:stop].float(), b[start:stop].float()).to(torch.int32)
-    return total
+        torch.mm(a[:, start:stop].float(), b[start:stop].float(), out=sums)  # which autocast leaves alone
+        out = out.add_(sums.to(torch.int32)) if start else out.copy_(sums)
+    return out
 
 
 def int_sums(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,23 +6,27 @@
 
 All three are `multiply(lhs, rhs)` of two operands (`operand`), with the contracted axis last in both. Gradients are
 those of the full-precision contraction, computed by quantized matmuls: rounding is passed straight through, unless
-`gradients` says more.
+`OperandGradient` says more.
 """
 
+from __future__ import annotations
+
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...dtypes.linear import multiply as multiply_served
+from ...dtypes.linear import requires_grad
 from ...kernels.ops import block_mm
-from ...primitives import QuantSpec, Rounding, granularity, tracing
+from ...kernels.ops.int8_grouped_mm import int8_rows_product
+from ...primitives import QuantSpec, Rounding, affine, granularity, tracing
 from ...primitives.rotated_spec import rotate_blocks, sylvester
 from .gemm_spec import GemmSpec, TrainingSpec
-from .gradients import STRAIGHT_THROUGH, OperandGradient, where_unclipped
 from .operand import STATELESS, ContractionState, Operand, as_long_as, multiply, observed, quantize_operand
 
 FEW_TOKENS = 256
@@ -51,51 +55,57 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionStat
     """
     if tracing.transforms_active():
         return tracing.run_whole(contraction, x, w, spec, state)
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+    if torch.is_grad_enabled() and (x.requires_grad or requires_grad(w)):
         return _Contraction.apply(x, w, spec, state)
-    return _output(x, w, spec, state)[0]
-
-
-def _output(x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionState) -> tuple[Tensor, Operand, Operand]:
-    """The forward matmul, and its operands."""
     if isinstance(w, AffineQuantizedTensor):  # stored as codes: multiplied as in inference
-        xq = quantize_operand(x, spec.output.lhs if spec.grad_weight.reuse_forward else None, tokens=True)
-        return multiply_served(x, w.convert()), xq, Operand(w, w.shape[0])  # type: ignore[attr-defined]
-    xq, wq = operands_of(x, _floats(w), "output", spec.output, state)
-    return multiply(xq, wq, spec.output, x.dtype, state.total_of("output")), xq, wq
+        return multiply_served(x, w.convert())  # type: ignore[attr-defined]
+    return product(x, _floats(w), "output", spec.output, state, x.dtype)
+
+
+def product(lhs: Tensor, rhs: Tensor, name: str, gemm: GemmSpec, state: ContractionState, dtype: torch.dtype) -> Tensor:
+    """One matmul of operands (A, C) and (B, C) in floating point, quantized for it alone: (A, B)."""
+    if gemm.is_int8_by_rows and state is STATELESS:
+        return int8_rows_product(lhs, gemm.lhs, rhs, gemm.rhs, gemm.output_dtype or dtype)  # type: ignore[arg-type]
+    return multiply(*operands_of(lhs, rhs, name, gemm, state), gemm, dtype, state.total_of(name))
 
 
 class _Contraction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionState) -> Tensor:
-        y, xq, wq = _output(x, w, spec, state)
+    def forward(ctx: Any, x: Tensor, w: Any, spec: TrainingSpec, state: ContractionState) -> Tensor:
         ctx.spec, ctx.state, ctx.active = spec, state, state.active
-        ctx.x_dtype, ctx.w_dtype = x.dtype, w.dtype
-        saved_x, saved_w = Operand(x, x.shape[0]), Operand(w, w.shape[0])
-        ctx.codes = None
-        if isinstance(w, QuantizedTensor) and not torch.compiler.is_compiling():
-            # Save the inner tensors: a saved parameter could not be exchanged by its module (`model.to`).
-            if isinstance(w, AffineQuantizedTensor):
+        about = w.scheme if isinstance(w, QuantizedTensor) else w  # attributes of a subclass are dispatched
+        ctx.x_dtype, ctx.w_dtype, ctx.length = x.dtype, about.dtype, x.shape[1]
+        ctx.codes, ctx.of_x, ctx.of_w = None, STRAIGHT_THROUGH, STRAIGHT_THROUGH
+        # Inner tensors are saved, not the parameter, which its module could not exchange then (`model.to`).
+        saved_x, saved_w = Operand(x, x.shape[0]), Operand(w, about.shape[0])
+        whole = torch.compiler.is_compiling()
+        if isinstance(w, AffineQuantizedTensor):
+            y = multiply_served(x, w.convert())  # type: ignore[attr-defined]
+            if spec.grad_weight.reuse_forward:
+                saved_x = quantize_operand(x, spec.output.lhs, tokens=True).in_blocks()
+            if not whole:
                 ctx.codes = type(w), w.scheme
-                saved_w = Operand(w.qdata, w.shape[0], w.scale, w.zero_point)  # type: ignore[attr-defined]
+                saved_w = Operand(w.qdata, about.shape[0], w.scale, w.zero_point)  # type: ignore[attr-defined]
+        else:
+            floats = _floats(w)
+            saved_w = saved_w if whole else saved_w._replace(values=floats)
+            if not (spec.keeps_operands and ctx.active):
+                y = product(x, floats, "output", spec.output, state, x.dtype)
             else:
-                saved_w = Operand(_floats(w), w.shape[0])
-        if spec.grad_weight.reuse_forward and ctx.active:
-            saved_x = xq.in_blocks()
-        # Quantizing the weight again gives the codes of the forward, unless rounding is stochastic, or ranges follow.
-        again = state.repeats and (wq.spec is None or wq.spec.rounding is not Rounding.STOCHASTIC)
-        if spec.grad_input.reuse_forward and ctx.active and not again and not isinstance(w, AffineQuantizedTensor):
-            saved_w = wq
-        ctx.of_x, ctx.of_w = STRAIGHT_THROUGH, STRAIGHT_THROUGH
-        if (spec.scale_gradient or spec.clip_gradient) and ctx.active:
-            ctx.of_x = _gradient_of(x, xq, spec.output.lhs, spec)
-            ctx.of_w = _gradient_of(_floats(w), wq, spec.output.rhs, spec)
-        needs_x = x.requires_grad or spec.scale_gradient
-        needs_w = w.requires_grad or spec.scale_gradient
+                xq, wq = operands_of(x, floats, "output", spec.output, state)
+                y = multiply(xq, wq, spec.output, x.dtype, state.total_of("output"))
+                saved_x = xq.in_blocks() if spec.grad_weight.reuse_forward else saved_x
+                # Quantizing w again gives the same codes, unless rounding is stochastic, or ranges follow.
+                again = state.repeats and (wq.spec is None or wq.spec.rounding is not Rounding.STOCHASTIC)
+                saved_w = wq if spec.grad_input.reuse_forward and not again else saved_w
+                if spec.scale_gradient or spec.clip_gradient:
+                    ctx.of_x = OperandGradient.of(x, xq, spec.output.lhs, spec)
+                    ctx.of_w = OperandGradient.of(floats, wq, spec.output.rhs, spec)
+        needs_x, needs_w = (needed or spec.scale_gradient for needed in ctx.needs_input_grad[:2])
         tensors_x = (saved_x.values, saved_x.scale, saved_x.zero_point) if needs_w else (None, None, None)
         tensors_w = (saved_w.values, saved_w.scale, saved_w.zero_point) if needs_x else (None, None, None)
         ctx.save_for_backward(*tensors_x, *tensors_w)
-        ctx.length, ctx.saved = x.shape[1], (saved_x.kept, saved_x.spec, saved_w.kept, saved_w.spec)
+        ctx.saved = saved_x.kept, saved_x.spec, saved_w.kept, saved_w.spec
         return y
 
     @staticmethod
@@ -108,40 +118,33 @@ class _Contraction(torch.autograd.Function):
         if ctx.codes is not None and w is not None:
             kind, scheme = ctx.codes
             w, ws, wz = kind({"qdata": w, "scale": ws, "zero_point": wz}, scheme), None, None
-        grad_x, grad_w, k = None, None, ctx.length
+        grad_x, grad_w = None, None
         if ctx.needs_input_grad[0]:
-            grad_x = _backward_matmul(g, Operand(w, n, ws, wz, w_spec), "grad_input", ctx, k, ctx.x_dtype)
+            grad_x = _backward_matmul(g, Operand(w, n, ws, wz, w_spec), "grad_input", ctx, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             _warn_of_few_tokens(m, ctx.spec.grad_weight)
-            grad_w = _backward_matmul(g.t(), Operand(x, m, xs, xz, x_spec), "grad_weight", ctx, k, ctx.w_dtype)
+            grad_w = _backward_matmul(g.t(), Operand(x, m, xs, xz, x_spec), "grad_weight", ctx, ctx.w_dtype)
         return ctx.of_x(grad_x, x), ctx.of_w(grad_w, w if ctx.of_w.scale is None else _floats(w)), None, None
 
 
-def _gradient_of(x: Tensor, operand: Operand, spec: QuantSpec | None, training: TrainingSpec) -> OperandGradient:
-    """How the gradient passes an operand of the forward, quantized by `spec`."""
-    unclipped = where_unclipped(x, operand) if training.clip_gradient else None
-    return OperandGradient(spec if training.scale_gradient else None, unclipped)
-
-
-def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, kept: int, dtype: torch.dtype) -> Tensor:
+def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, dtype: torch.dtype) -> Tensor:
     """g (A, C) times `other` (C, kept), an operand of the forward: quantized again, or as the forward quantized it."""
     gemm: GemmSpec = getattr(ctx.spec, name)
     state: ContractionState = ctx.state
-    total = state.total_of(name)
     if not gemm.reuse_forward:
-        return multiply(*operands_of(g, _floats(other.values).t(), name, gemm, state), gemm, dtype, total)
+        return product(g, _floats(other.values).t(), name, gemm, state, dtype)
     if isinstance(other.values, AffineQuantizedTensor):
         return multiply_served(g, other.values.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
     if not ctx.active:
         observed(g, f"{name}.lhs", gemm.lhs, state)
         return torch.mm(g.to(dtype), _floats(other.values).to(dtype))
     if other.spec is None:
-        other = quantize_operand(_floats(other.values), ctx.spec.output.rhs, block_length(ctx.spec.output.lhs))
-    rhs = other.transposed(kept)
+        other = quantize_operand(_floats(other.values), ctx.spec.output.rhs, ctx.spec.output.blocks[0])
+    rhs = other.transposed(ctx.length)
     if gemm.lhs is not None and not gemm.accumulates_floats:
         g, rhs = with_scale_in(g, rhs)
     lhs = quantize_operand(as_long_as(g, rhs), gemm.lhs, 1, True, f"{name}.lhs", state)
-    return multiply(lhs, rhs, gemm, dtype, total)
+    return multiply(lhs, rhs, gemm, dtype, state.total_of(name))
 
 
 def _warn_of_few_tokens(tokens: int, grad_weight: GemmSpec) -> None:
@@ -163,8 +166,9 @@ def operands_of(
         observed(lhs, f"{name}.lhs", gemm.lhs, state)
         observed(rhs, f"{name}.rhs", gemm.rhs, state)
         return Operand(lhs, lhs.shape[0]), Operand(rhs, rhs.shape[0])
-    lhs, rhs = transformed(*balanced(lhs, rhs, gemm.mid_alpha), gemm.hadamard)
-    left, right = block_length(gemm.lhs), block_length(gemm.rhs)
+    if gemm.changes_operands:
+        lhs, rhs = transformed(*balanced(lhs, rhs, gemm.mid_alpha), gemm.hadamard)
+    left, right = gemm.blocks
     if gemm.fold == "lhs":
         rhs, a = with_scale_in(rhs, quantize_operand(lhs, gemm.lhs, right, False, f"{name}.lhs", state))
         return a, quantize_operand(rhs, gemm.rhs, left, False, f"{name}.rhs", state)
@@ -176,11 +180,6 @@ def operands_of(
 
 def _floats(w: Tensor) -> Tensor:
     return w.floats() if isinstance(w, QuantizedTensor) else w  # type: ignore[attr-defined]
-
-
-def block_length(spec: QuantSpec | None) -> int:
-    """Size of the blocks along the contracted axis, 1 where the whole axis is one block."""
-    return 1 if spec is None else max(1, spec.granularity.pattern(2)[1])
 
 
 # What is large in one operand is moved into the other one before both are quantized. Balanced operands:
@@ -233,3 +232,66 @@ def with_scale_in(x: Tensor, operand: Operand) -> tuple[Tensor, Operand]:
     scaled = as_long_as(x, operand) * operand.scale.amax(0, keepdim=True).to(torch.float32)
     spec = operand.spec.with_granularity(granularity.granularity_of((-1, -1)))
     return scaled, operand._replace(scale=torch.ones_like(operand.scale[:1, :1]), spec=spec)
+
+
+# How the gradient of an operand as it is multiplied becomes that of its values.
+#
+# An operand is multiplied as x_hat = s q, s = max |x| / Q, q = round(x / s). Passing rounding straight through, with s
+# held fixed, dL/dx = dL/dx_hat. With s a function of x, the elements of largest magnitude in a block also get
+#
+#     dL/ds ds/dx,   dL/ds = sum_block dL/dx_hat (q - x / s),   ds/dx = sign(x) / (Q c)
+#
+# with c the number of elements that share the maximum (Esser et al., arXiv 1902.08153, eq. 3, for dL/ds). Where a scale
+# leaves elements outside the codes, these may get no gradient instead.
+
+
+class OperandGradient(NamedTuple):
+    """dL/dx from dL/dx_hat: straight through, unless there is `scale`, the spec of x whose scale passes a gradient on,
+    or `unclipped`, a mask of the elements that get a gradient."""
+
+    scale: QuantSpec | None = None
+    unclipped: Tensor | None = None
+
+    def __call__(self, grad: Tensor | None, x: Tensor) -> Tensor | None:
+        if grad is not None and self.scale is not None:
+            grad = with_scale_gradient(grad, x, self.scale)
+        return grad if grad is None or self.unclipped is None else torch.where(self.unclipped, grad, 0)
+
+    @classmethod
+    def of(cls, x: Tensor, operand: Operand, spec: QuantSpec | None, training: TrainingSpec) -> OperandGradient:
+        """That of an operand of the forward, which `spec` has made of `x`."""
+        unclipped = where_unclipped(x, operand) if training.clip_gradient else None
+        return cls(spec if training.scale_gradient else None, unclipped)
+
+
+STRAIGHT_THROUGH = OperandGradient()
+
+
+def with_scale_gradient(grad: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
+    """dL/dx from `grad` = dL/dx_hat, both of the shape of the matrix `x`; the equation above."""
+    values = block_mm.pad_to_blocks(x, spec.granularity)
+    extra = (0, values.shape[1] - x.shape[1], 0, values.shape[0] - x.shape[0])
+    view = granularity.BlockView(values.shape, spec.block_size(values.shape))
+    scale, _ = spec.choose_qparams(values)
+    q = view.split(spec.dtype.decode(spec.to_nearest().quantize(values, scale, None)))
+    s, v, g = view.split_scale(scale).float(), view.split(values).float(), view.split(pad(grad, extra)).float()
+    magnitude = v.abs()
+    largest = magnitude == magnitude.amax(view.dims, keepdim=True)
+    low, high = spec.code_range
+    of_scale = (g * (q - v / s)).sum(view.dims, keepdim=True) / ((high - low) / 2)
+    result = g + of_scale * torch.sign(v) * largest / largest.sum(view.dims, keepdim=True)
+    return view.merge(result)[: x.shape[0], : x.shape[1]].to(grad.dtype)
+
+
+def where_unclipped(x: Tensor, operand: Operand) -> Tensor | None:
+    """Whether x / s lies within the bounds of the codes, for each element of the matrix `x` that `operand` is made of;
+    None: it was not quantized."""
+    spec, scale = operand.spec, operand.scale
+    if spec is None or scale is None:
+        return None
+    low, high = spec.code_range
+    padded = pad(x, (0, operand.values.shape[1] - x.shape[1], 0, operand.values.shape[0] - x.shape[0]))
+    view = granularity.BlockView(padded.shape, granularity.block_of(padded.shape, scale.shape))
+    s, z = view.split_scale(scale), affine.split_zero_point(view, operand.zero_point)
+    codes = affine.real_codes(view.split(padded.float()), s, z, spec.dtype, (low, high), spec.zero_point_domain)
+    return view.merge((codes >= low) & (codes <= high))[: x.shape[0], : x.shape[1]]

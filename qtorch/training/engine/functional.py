@@ -193,21 +193,11 @@ def conv_transpose_by(
 
 
 class Convolution(Protocol):
-    """`F.conv1d`, `F.conv2d` or `F.conv3d` with the spec of its three matmuls."""
+    """A convolution of torch, or a transposed one, and the spec of its three matmuls; the rest is torch's."""
 
     def __call__(
-        self, input: Tensor, weight: Tensor, spec: TrainingSpec, bias: Tensor | None = None,
-        stride: Size = 1, padding: Size | str = 0, dilation: Size = 1, groups: int = 1,
-    ) -> Tensor: ...  # fmt: skip
-
-
-class Transposed(Protocol):
-    """`F.conv_transpose1d`, `2d` or `3d` with the spec of its three matmuls."""
-
-    def __call__(
-        self, input: Tensor, weight: Tensor, spec: TrainingSpec, bias: Tensor | None = None,
-        stride: Size = 1, padding: Size = 0, output_padding: Size = 0, groups: int = 1, dilation: Size = 1,
-    ) -> Tensor: ...  # fmt: skip
+        self, input: Tensor, weight: Tensor, spec: TrainingSpec, bias: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor: ...
 
 
 def _quantized(by: Callable[..., Tensor], name: str, axes: str, weight: str) -> Any:
@@ -226,6 +216,6 @@ def _quantized(by: Callable[..., Tensor], name: str, axes: str, weight: str) -> 
 quantized_conv1d: Convolution = _quantized(conv_by, "conv1d", "L", "N, C / groups")
 quantized_conv2d: Convolution = _quantized(conv_by, "conv2d", "H, W", "N, C / groups")
 quantized_conv3d: Convolution = _quantized(conv_by, "conv3d", "D, H, W", "N, C / groups")
-quantized_conv_transpose1d: Transposed = _quantized(conv_transpose_by, "conv_transpose1d", "L", "C, N / groups")
-quantized_conv_transpose2d: Transposed = _quantized(conv_transpose_by, "conv_transpose2d", "H, W", "C, N / groups")
-quantized_conv_transpose3d: Transposed = _quantized(conv_transpose_by, "conv_transpose3d", "D, H, W", "C, N / groups")
+quantized_conv_transpose1d: Convolution = _quantized(conv_transpose_by, "conv_transpose1d", "L", "C, N / groups")
+quantized_conv_transpose2d: Convolution = _quantized(conv_transpose_by, "conv_transpose2d", "H, W", "C, N / groups")
+quantized_conv_transpose3d: Convolution = _quantized(conv_transpose_by, "conv_transpose3d", "D, H, W", "C, N / groups")

@@ -12,6 +12,7 @@ of the forward, except with `reuse_forward`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -57,6 +58,12 @@ class GemmSpec:
     mid_alpha: tuple[float, float] | None = None
     hadamard: int | None = None
 
+    # No fields: what follows from them, found once, because it is read on each call, and by compilers that trace it.
+    is_int8_by_rows: ClassVar[bool]
+    """Whether it is `int8_rows_product` of its operands, that and nothing else."""
+    blocks: ClassVar[tuple[int, int]]
+    """Sizes of the blocks of lhs and rhs along the contracted axis, 1 where the whole axis is one block."""
+
     def __post_init__(self) -> None:
         if self.mid_alpha is not None:
             object.__setattr__(self, "mid_alpha", tuple(self.mid_alpha))
@@ -78,6 +85,12 @@ class GemmSpec:
                     check_contracted_axis(spec, name)
             if not (self.lhs.dtype.is_floating_point or self.rhs.dtype.is_floating_point):
                 _check_integers(self.lhs, self.rhs)
+        sides = (self.lhs, self.rhs)
+        plain = self.fold is None and not self.changes_operands and self.accumulator_dtype in (None, torch.int32)
+        vars(self).update(
+            is_int8_by_rows=plain and all(spec is not None and _is_int8_rowwise(spec) for spec in sides),
+            blocks=tuple(1 if spec is None else max(1, spec.granularity.pattern(2)[1]) for spec in sides),
+        )
 
     def __str__(self) -> str:
         rhs = "forward's" if self.reuse_forward else self.rhs
@@ -118,7 +131,7 @@ class GemmSpec:
         if dtype not in (torch.int16, torch.int32):
             raise ValueError(f"GemmSpec: accumulator_dtype is a float dtype, int32, int16 or None, got {dtype}")
         operands = [self.lhs] if self.reuse_forward else [self.lhs, self.rhs]
-        if any(spec is None or spec.dtype.is_floating_point or spec.dtype.bits > 8 for spec in operands):
+        if not all(spec is not None and spec.dtype.is_small_integer for spec in operands):
             raise ValueError(f"GemmSpec: accumulator_dtype={dtype} sums products of integers of at most 8 bits")
         if any(spec is not None and spec.has_zero_point for spec in operands) and dtype is torch.int16:
             raise ValueError("GemmSpec: int16 accumulators are for symmetric codes")
@@ -143,7 +156,7 @@ class TrainingSpec:
 
     Args:
         scale_gradient: the scales of the forward's operands pass gradients on to the elements they are chosen from
-            (see `engine.gradients`); otherwise they count as constants.
+            (see `contraction.OperandGradient`); otherwise they count as constants.
         clip_gradient: elements of the forward's operands that lie outside the codes get no gradient. For scales that
             leave some there, such as ``AbsMaxRule(clipping_scale=0.5)``.
 
@@ -186,6 +199,18 @@ class TrainingSpec:
 
     def __str__(self) -> str:
         return f"output {self.output}; grad_input {self.grad_input}; grad_weight {self.grad_weight}"
+
+    @property
+    def operands(self) -> list[QuantSpec]:
+        """The specs of all operands that are quantized."""
+        sides = (side for gemm in (self.output, self.grad_input, self.grad_weight) for side in (gemm.lhs, gemm.rhs))
+        return [spec for spec in sides if spec is not None]
+
+    @property
+    def keeps_operands(self) -> bool:
+        """Whether the backward needs operands as the forward quantized them."""
+        reuses = self.grad_input.reuse_forward or self.grad_weight.reuse_forward
+        return reuses or self.scale_gradient or self.clip_gradient
 
     @property
     def _depends_on_input(self) -> bool:
@@ -236,6 +261,11 @@ def check_contracted_axis(spec: QuantSpec, operand: str, axis: str = "the contra
             f"{operand} has a scale for each index of {axis} ({spec.granularity}), and a sum along it cannot honour "
             "that; share the scale along the last axis of the operand, by PerRow(), PerTensor() or blocks"
         )
+
+
+def _is_int8_rowwise(spec: QuantSpec) -> bool:
+    is_int8 = type(spec) is QuantSpec and spec.dtype.is_small_integer and spec.dtype.storage is torch.int8
+    return is_int8 and spec.granularity.pattern(2) == (1, -1) and not spec.has_zero_point and spec.scale_spec is None
 
 
 def _check_integers(lhs: QuantSpec, rhs: QuantSpec) -> None:

@@ -33,7 +33,7 @@ class Operand(NamedTuple):
 
     @property
     def is_integer(self) -> bool:
-        return self.spec is not None and not self.spec.dtype.is_floating_point and self.spec.dtype.bits <= 8
+        return self.spec is not None and self.spec.dtype.is_small_integer
 
     def transposed(self, kept: int) -> Operand:
         """The transposed operand; the first `kept` indices of its rows are not padding."""
@@ -145,7 +145,7 @@ def quantize_operand(
             f"{spec.dtype} has no code for zero, so the contracted axis, of {x.shape[1]} elements, cannot be completed "
             f"to {padded.shape[1]}; use PerRow() or PerTensor(), or blocks that divide the axis"
         )
-    if (static := state.range_of(operand, padded, spec)) is not None:
+    if state is not STATELESS and (static := state.range_of(operand, padded, spec)) is not None:
         quantized = quantize.quantize_static(padded, spec, *static.qparams(padded, state.observes))
         made = Operand(quantized[0], x.shape[0], quantized[1], quantized[2], spec)
         return made if tokens else made.in_blocks()

@@ -12,7 +12,7 @@ from ...dtypes.linear import multiply as multiply_served
 from ...model.install import QuantizationState
 from ...primitives import LinearSpec, QuantSpec, to_json
 from ...primitives.layouts import can_pack_bits
-from ..engine.contraction import block_length, contraction, operands_of
+from ..engine.contraction import contraction, operands_of
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.operand import ContractionState, Operand, multiply, quantize_operand
 from ..weights.base import of_codes
@@ -94,9 +94,9 @@ class StoredOperands(QuantizationState):
         if a is None and b is None:
             return contraction(lhs, rhs, spec, state)
         if a is None:
-            a = quantize_operand(lhs, gemm.lhs, block_length(gemm.rhs), True, "output.lhs", state)
+            a = quantize_operand(lhs, gemm.lhs, gemm.blocks[1], True, "output.lhs", state)
         if b is None:
-            b = quantize_operand(rhs, gemm.rhs, block_length(gemm.lhs), False, "output.rhs", state)
+            b = quantize_operand(rhs, gemm.rhs, gemm.blocks[0], False, "output.rhs", state)
         return multiply(a, b, gemm, rhs.dtype if lhs.is_meta else lhs.dtype)
 
     def _operand(self, side: str, operand: Tensor, constant: Constant | None, spec: TrainingSpec) -> Operand | None:

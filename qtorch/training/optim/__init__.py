@@ -5,13 +5,6 @@ from .cpu_offload import CPUOffloadOptimizer
 from .qgalore import QGaLoreAdamW8bit
 
 __all__ = [
-    "Adam4bit",
-    "Adam8bit",
-    "AdamFp8",
-    "AdamW4bit",
-    "AdamW8bit",
-    "AdamWFp8",
-    "CPUOffloadOptimizer",
-    "QGaLoreAdamW8bit",
+    "Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "CPUOffloadOptimizer", "QGaLoreAdamW8bit",
     "_AdamW",
-]
+]  # fmt: skip

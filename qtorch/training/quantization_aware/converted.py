@@ -33,13 +33,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def sums_integers(spec: LinearSpec) -> bool:
     """Whether a layer of this spec adds up products of codes in int32; in floating point otherwise."""
-    return _is_integer(spec.weight) and _is_integer(spec.activation)
-
-
-def _is_integer(spec: QuantSpec | Any) -> bool:
-    if not isinstance(spec, QuantSpec) or spec.zero_point_domain.is_real:
-        return False
-    return not spec.dtype.is_floating_point and spec.dtype.bits <= 8
+    return all(
+        isinstance(each, QuantSpec) and not each.zero_point_domain.is_real and each.dtype.is_small_integer
+        for each in (spec.weight, spec.activation)
+    )
 
 
 def converted_linear(

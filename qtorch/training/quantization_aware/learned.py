@@ -154,12 +154,9 @@ class LearnedStep(LearnedQuantizer):
             self.start(*self._qparams_from_range(*mean_over_ranks(torch.stack(extremes))), self.initial_scale.isnan())
         zero_point = self.initial_zero_point
         root = self.codes_above_zero(zero_point).sqrt()
-        if self.shift is None:
-            return tracing.apply(_LearnedScale, self.log_scale, self.initial_scale, root, self.scale_dtype), zero_point
-        scale, zero_point = tracing.apply(
-            _LearnedQParams, self.log_scale, self.shift, self.initial_scale, zero_point, root, self.scale_dtype
-        )
-        return scale, zero_point
+        start = (self.log_scale, self.shift, self.initial_scale, zero_point)
+        made = tracing.apply(_LearnedQParams, *start, root, self.scale_dtype)
+        return (made, zero_point) if self.shift is None else made
 
 
 class LearnedClip(LearnedQuantizer):
@@ -202,50 +199,35 @@ def _of_blocks_with_values(scale: Tensor, high: float) -> Tensor:
     return torch.where(empty, torch.where(count > 0, mean, 1 / max(high, 1)), scale)
 
 
-def _scale(log_scale: Tensor, initial: Tensor, dtype: torch.dtype) -> Tensor:
-    limits = torch.finfo(dtype)
-    scale = (initial * torch.exp(log_scale)).clamp(limits.tiny, limits.max)
-    return scale.to(dtype).float()
-
-
-class _LearnedScale(torch.autograd.Function):
-    """s of `LearnedStep`, without an offset; `root` is sqrt(Q_P)."""
-
-    @staticmethod
-    def forward(ctx: Any, log_scale: Tensor, initial: Tensor, root: Tensor, dtype: torch.dtype) -> Tensor:
-        scale = _scale(log_scale, initial, dtype)
-        ctx.save_for_backward(scale, root)
-        return scale
-
-    @staticmethod
-    @tracing.starts_no_graph
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale, root = ctx.saved_tensors
-        return grad_outputs[0] / (root * scale), None, None, None
-
-
 class _LearnedQParams(torch.autograd.Function):
-    """s and z of `LearnedStep`. The offset -z s being held, z depends on s."""
+    """s of `LearnedStep`, `root` being sqrt(Q_P); with a `shift`, s and z. As -z s is held, z depends on s."""
 
     @staticmethod
     def forward(
         ctx: Any,
         log_scale: Tensor,
-        shift: Tensor,
+        shift: Tensor | None,
         initial: Tensor,
-        initial_zero_point: Tensor,
+        initial_zero_point: Tensor | None,
         root: Tensor,
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        scale = _scale(log_scale, initial, dtype)
+    ) -> Any:
+        limits = torch.finfo(dtype)
+        scale = (initial * torch.exp(log_scale)).clamp(limits.tiny, limits.max).to(dtype).float()
+        if shift is None or initial_zero_point is None:
+            ctx.save_for_backward(scale, root)
+            return scale
         zero_point = (initial_zero_point - shift) * (initial / scale)
-        ctx.save_for_backward(scale, zero_point, initial, root)
+        ctx.save_for_backward(scale, root, zero_point, initial)
         return scale, zero_point
 
     @staticmethod
     @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale, zero_point, initial, root = ctx.saved_tensors
+        scale, root, *of_shift = ctx.saved_tensors
+        if not of_shift:
+            return grad_outputs[0] / (root * scale), None, None, None, None, None
+        zero_point, initial = of_shift
         of_scale, of_zero_point = (grad / root for grad in grad_outputs)
         of_log_scale = (of_scale - of_zero_point * zero_point / scale) / scale
         return of_log_scale, -of_zero_point / (scale * initial), None, None, None, None

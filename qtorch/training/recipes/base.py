@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...model import targets, weight_kinds
 from ...recipes.base import Recipe, check_float_weight, register_recipe
+from ..engine.contraction import warn_once
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.numerics import fully_quantized
 from ..weights.master import MasterWeight
@@ -35,6 +36,16 @@ class TrainingRecipe(Recipe):
 
     def apply(self, weight: Tensor) -> Tensor:
         return MasterWeight.of(weight, self.training_spec())
+
+    def install(self, target: targets.Target[Any], made: Tensor) -> None:
+        kinds = {spec.dtype.name for spec in self.training_spec().operands if not spec.dtype.is_small_integer}
+        if kinds and made.device.type == "cpu":
+            warn_once(
+                self.name,
+                f"{self.name} is slower than training in floating point on a CPU, which multiplies no "
+                f"{', '.join(sorted(kinds))}: products run in fp32; int8_mixed_precision_training() is faster there",
+            )
+        super().install(target, made)
 
     def has_made(self, target: targets.Target[Any]) -> bool:
         weight = target.parameter

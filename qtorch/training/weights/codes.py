@@ -11,6 +11,7 @@ the kernel of the converted weight; gradients are those of the dequantized value
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor, ops
-from ...primitives import LinearSpec, QuantSpec
+from ...primitives import LinearSpec, QuantSpec, Scheme
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from .base import TrainingWeight, written_by
 
@@ -70,17 +71,14 @@ class CodesWeight(TrainingWeight, AffineQuantizedTensor):
 
     @property
     def training_spec(self) -> TrainingSpec:
-        weight, activation = self.scheme.weight, self.scheme.activation
-        backward = GemmSpec(reuse_forward=True)
-        return TrainingSpec(GemmSpec(activation, weight), backward, GemmSpec() if activation is None else backward)
+        return _training_spec(self.scheme.spec)
 
     def floats(self) -> Tensor:
         return self.dequantize()
 
     def convert(self) -> AffineQuantizedTensor:
         """The same codes, frozen."""
-        spec = replace(self.scheme.spec, weight=self.scheme.weight.to_nearest())
-        return AffineQuantizedTensor(self.inner_tensors, replace(self.scheme, spec=spec))
+        return AffineQuantizedTensor(self.inner_tensors, _frozen(self.scheme))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -102,6 +100,18 @@ class CodesWeight(TrainingWeight, AffineQuantizedTensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         vars(self)["_rank"] = mesh.get_local_rank()
         return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+
+@functools.lru_cache(maxsize=1024)
+def _training_spec(linear: LinearSpec) -> TrainingSpec:
+    backward = GemmSpec(reuse_forward=True)
+    of_weight = GemmSpec() if linear.activation is None else backward
+    return TrainingSpec(GemmSpec(linear.activation, linear.weight), backward, of_weight)
+
+
+@functools.lru_cache(maxsize=1024)
+def _frozen(scheme: Scheme) -> Scheme:
+    return replace(scheme, spec=replace(scheme.spec, weight=scheme.weight.to_nearest()))
 
 
 _LIKES = {getattr(aten, f"{name}_like").default for name in ("zeros", "ones", "full", "rand", "randn")}

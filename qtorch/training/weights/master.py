@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from ...dtypes import AffineQuantizedTensor, Layout, base
 from ...kernels.registry import scale_per_row
 from ...primitives import LinearSpec, PerGroup, QuantSpec, Scheme, granularity
-from ...primitives.jsonable import jsonable
+from ...primitives.jsonable import HashedOnce, jsonable
 from ...primitives.layouts import LAYOUTS, Form, Forms
 from ...primitives.spec import constant_shape
 from ..engine import contraction, operand
@@ -55,7 +55,7 @@ CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 
 @jsonable
 @dataclass(frozen=True)
-class TrainingScheme:
+class TrainingScheme(HashedOnce):
     """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight. `dtype` is that of its
     gradient and inputs; `master` may have another one: under mixed precision codes are made of all its bits."""
 
@@ -63,6 +63,8 @@ class TrainingScheme:
     shape: tuple[int, ...]
     dtype: torch.dtype
     master_dtype: torch.dtype | None = None
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", constant_shape(self.shape))

@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtorch.kernels import record_kernels
+from qtorch.kernels import features, record_kernels
+from qtorch.kernels.cpu import compiled_library, variants
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.block_mm import int8_block_mm
-from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product
+from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product, int8_rows_product
+from qtorch.primitives import Rounding
+from qtorch.training import integer
 
 from .builds import NEEDS_LIBRARY
 
@@ -72,9 +75,30 @@ def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
         for a, b in itertools.product((x, x.t().contiguous().t()), (w, w.t().contiguous().t())):
             with record_kernels() as ran:
                 ours = int8_product(a, xs, None, b, ws, None, -1, dtype)
-            assert f"scale_sums.{build}" in ran
-            assert "int_matmul" in ran
+            variant = variants.choose(build, variants.key_of("int8", False, False, n * k), m)
+            direct = k >= 32 and all(t.is_contiguous() for t in (a, b, ws)) and len(xs) == m and variant != "torch"
+            sums = ["int_matmul", "int_matmul.sliced"] if k <= 1024 else [f"scale_sums.{build}", "int_matmul"]
+            if features.cpu_has("vnni"):
+                sums = [f"scale_sums.{build}", "int_matmul"]
+            assert ran[:2] == (["int_matmul", f"int_matmul.{build}.{variant}"] if direct else sums)
             assert same(ours, int8_grouped_mm(x, xs, None, w, ws, None, dtype)), (dtype, xs.shape, ws.stride())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_floats(build: str, bits: int) -> None:
+    """Quantized and multiplied in one step, in any order of memory: the bits of the two steps in torch."""
+    spec, noisy = integer(bits), integer(bits, rounding=Rounding.STOCHASTIC)
+    for dtype, lost, (m, n, k) in itertools.product(DTYPES, (False, True), [(4, 64, 96), (33, 17, 1056), (64, 40, 3)]):
+        x, w = torch.randn(k, m).t().to(dtype), torch.randn(n, k).to(dtype)
+        x[0, 0] = torch.nan if lost else 0
+        torch.manual_seed(1)
+        with record_kernels() as ran:
+            ours = int8_rows_product(x, noisy, w, spec, dtype)
+        assert ran[:2] == [f"quantize_matrix.{build}"] * 2
+        for context in (compiled_library.use(None), torch.autocast("cpu")):  # a backward may run in autocast
+            torch.manual_seed(1)
+            with context:
+                assert same(ours, int8_rows_product(x, noisy, w, spec, dtype))
 
 
 @NEEDS_LIBRARY

@@ -14,9 +14,9 @@ import torch
 
 from ....dtypes import ConvWeight, PackedLayout, PaddedWeight, QuantizedTensor, TransposedWeight
 from ....primitives import CodebookSpec, LinearSpec, MappingType, QuantSpec, ZeroPointDomain
-from ....primitives.block_formats import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ....primitives.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from ....primitives.qdtype import qdtype
+from ....primitives.spec import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..blocks import integer_spec, symmetric_spec
 
 FORMATS: tuple[str, ...] = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
