@@ -82,7 +82,7 @@ def _steps(patch: pytest.MonkeyPatch, before: object) -> None:
     patch.setattr(Path, "rename", watched(Path.rename))
     patch.setattr(forms.shutil, "copyfile", watched(shutil.copyfile))
     patch.setattr(part_file.PartFile, "write", watched(part_file.PartFile.write))
-    patch.setattr(part_file, "_write_header", watched(part_file._write_header))
+    patch.setattr(part_file, "header_of", watched(part_file.header_of))
 
 
 def _stop_at(patch: pytest.MonkeyPatch, step: int) -> None:
