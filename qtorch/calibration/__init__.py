@@ -13,8 +13,10 @@ from .observers import Observer, delayed_scaling, entropy, min_max, moving_avera
 from .rounding import AutoRound, Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit, ScaleSearch, four_over_six
 from .transforms import Awq, Clip, Rotate, Smooth, Transform, awq, clip, rotate, smooth
 
-__all__ = ["AutoRound", "Awq", "Clip", "Comparison", "Descent", "FloatTarget", "Gptq", "ModuleError", "Nearest"]
-__all__ += ["Observer", "OutputError", "Rotate", "Rounding", "ScaleRefit", "ScaleSearch", "Smooth", "Transform"]
-__all__ += ["allocate", "auto", "awq", "calibrated", "clip", "compare_models", "delayed_scaling", "entropy"]
-__all__ += ["four_over_six", "gptq", "importance_weighted", "min_max", "moving_average", "mse", "observed"]
-__all__ += ["percentile", "rotate", "smooth", "weighted_stats"]
+__all__ = [
+    "AutoRound", "Awq", "Clip", "Comparison", "Descent", "FloatTarget", "Gptq", "ModuleError", "Nearest", "Observer",
+    "OutputError", "Rotate", "Rounding", "ScaleRefit", "ScaleSearch", "Smooth", "Transform", "allocate", "auto", "awq",
+    "calibrated", "clip", "compare_models", "delayed_scaling", "entropy", "four_over_six", "gptq",
+    "importance_weighted", "min_max", "moving_average", "mse", "observed", "percentile", "rotate", "smooth",
+    "weighted_stats",
+]  # fmt: skip

@@ -170,8 +170,10 @@ def _require(condition: bool, message: str) -> None:
 # Checks that a checkpoint fits a model; errors name the file and the parameter or buffer.
 
 
-FLOAT_ONLY: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Bilinear, nn.RNNBase)
-FLOAT_ONLY += (nn.RNNCellBase, nn.modules.batchnorm._NormBase, nn.modules.conv._ConvTransposeNd)
+FLOAT_ONLY: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Bilinear, nn.RNNBase, nn.RNNCellBase,
+    nn.modules.batchnorm._NormBase, nn.modules.conv._ConvTransposeNd,
+)  # fmt: skip
 """Modules without a kernel for quantized parameters."""
 
 

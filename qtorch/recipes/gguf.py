@@ -9,15 +9,24 @@ in blocks of 32 along a row, with d and m in fp16. They are those of `gguf.quant
 that occurs with both signs, of which the negative one counts here. Codes are the nearest to what the file stands for;
 ggml chooses them before it rounds d and m, so that some of its codes are one off.
 
+The K types have super-blocks of 256, whose groups have scales and offsets in a few bits each:
+
+    Q6_K, Q3_K            w = q * (d * sc)               a signed sc for 16 elements
+    Q5_K, Q4_K            w = q * (d * sc) - dmin * mn   sc and mn for 32 elements
+    Q2_K                  the same                       sc and mn for 16 elements
+
+ggml searches sc and mn; here the range of a group gives them, or what calibration finds.
+
 Source: ggml/src/ggml-quants.c.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..primitives import (
     CodebookSpec,
@@ -34,6 +43,8 @@ from ..primitives.qdtype import qdtype
 from .base import WeightRecipe, register_recipe
 
 BLOCK = 32
+K = 256
+"""Elements of a block, and of a super-block."""
 
 SMALLEST = 2.0**-24
 """The smallest positive number of fp16."""
@@ -108,3 +119,80 @@ class GgufIQ4_NL(WeightRecipe):
         # The table has no 0, so that only a scale of 0 keeps zeros.
         spec = CodebookSpec(qdtype("uint4"), PerGroup(BLOCK), IQ4_TABLE, scale_dtype=torch.float16, eps=0.0)
         return LinearSpec(spec, layout=smallest_layout(spec.dtype))
+
+
+def scaled_codes(
+    dtype: str, group: int, scale: torch.dtype | None = torch.float16, of_scale: str | None = None
+) -> QuantSpec:
+    """q * scale; `of_scale` is the type of scales that are codes."""
+    none = ZeroPointDomain.NONE
+    scale_spec = scaled_codes(of_scale, K // group) if of_scale else None
+    return QuantSpec(qdtype(dtype), PerGroup(group), zero_point_domain=none, scale_dtype=scale, scale_spec=scale_spec)
+
+
+def with_offset(
+    dtype: str, group: int, scale: torch.dtype | None = torch.float16, of_scale: str | None = None
+) -> QuantSpec:
+    """q * scale + offset."""
+    spec, offset = scaled_codes(dtype, group, scale, of_scale), ZeroPointDomain.OFFSET
+    return replace(spec, mapping=MappingType.ASYMMETRIC, zero_point_domain=offset, preserve_zero=False)
+
+
+@dataclass(frozen=True)
+class _KType(WeightRecipe):
+    of_type: ClassVar[QuantSpec]
+
+    scale_rule: ScaleRule = MinMaxRule()
+
+    def linear_spec(self) -> LinearSpec:
+        assert self.of_type.scale_spec is not None
+        of_scale = replace(self.of_type.scale_spec, eps=SMALLEST)
+        spec = replace(self.of_type, scale_rule=self.scale_rule, scale_spec=of_scale)
+        return LinearSpec(spec, layout=smallest_layout(spec.dtype))
+
+    def check_form(self, weight: Tensor) -> None:
+        super().check_form(weight)
+        if weight.shape[-1] % K:
+            raise ValueError(
+                f"{self.name}: a row has super-blocks of {K}, got {weight.shape[-1]}; gguf_q4_0() takes 32"
+            )
+
+
+@register_recipe("gguf_q6_k")
+@dataclass(frozen=True)
+class GgufQ6_K(_KType):
+    """Weights in Q6_K of GGUF: signed codes of 6 bits, scales in 8, 6.5625 bits a weight; `scale_rule` of groups."""
+
+    of_type = scaled_codes("int6", 16, None, "int8")
+
+
+@register_recipe("gguf_q5_k")
+@dataclass(frozen=True)
+class GgufQ5_K(_KType):
+    """Weights in Q5_K of GGUF: codes of 5 bits and offsets, 5.5 bits a weight in a file; `scale_rule` of groups."""
+
+    of_type = with_offset("uint5", 32, None, "uint6")
+
+
+@register_recipe("gguf_q4_k")
+@dataclass(frozen=True)
+class GgufQ4_K(_KType):
+    """Weights in Q4_K of GGUF: codes of 4 bits and offsets, 4.5 bits a weight in a file; `scale_rule` of groups."""
+
+    of_type = with_offset("uint4", 32, None, "uint6")
+
+
+@register_recipe("gguf_q3_k")
+@dataclass(frozen=True)
+class GgufQ3_K(_KType):
+    """Weights in Q3_K of GGUF: signed codes of 3 bits, 3.4375 bits a weight in a file; `scale_rule` of groups."""
+
+    of_type = scaled_codes("int3", 16, None, "int6")
+
+
+@register_recipe("gguf_q2_k")
+@dataclass(frozen=True)
+class GgufQ2_K(_KType):
+    """Weights in Q2_K of GGUF: codes of 2 bits and offsets, 2.625 bits a weight in a file; `scale_rule` of groups."""
+
+    of_type = with_offset("uint2", 16, None, "uint4")

@@ -12,5 +12,7 @@ from .search import EntropyObserver as entropy
 from .search import MSEObserver as mse
 from .search import PercentileObserver as percentile
 
-__all__ = ["OBSERVERS", "Observer", "delayed_scaling", "entropy", "min_max", "moving_average", "mse", "observer_of"]
-__all__ += ["percentile", "register_observer", "weighted_stats"]
+__all__ = [
+    "OBSERVERS", "Observer", "delayed_scaling", "entropy", "min_max", "moving_average", "mse", "observer_of",
+    "percentile", "register_observer", "weighted_stats",
+]  # fmt: skip

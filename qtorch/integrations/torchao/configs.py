@@ -19,12 +19,14 @@ from . import functions, translate
 from .functions import E4M3
 from .translate import arguments, none, only, refuse
 
-__all__ = ["AOPerModuleConfig", "Float8DynamicActivationFloat8WeightConfig", "Float8DynamicActivationInt4WeightConfig"]
-__all__ += ["Float8StaticActivationFloat8WeightConfig", "Float8WeightOnlyConfig", "FqnToConfig", "Int4WeightOnlyConfig"]
-__all__ += ["Int8DynamicActivationInt4WeightConfig", "Int8DynamicActivationInt8WeightConfig"]
-__all__ += ["Int8DynamicActivationIntxWeightConfig", "Int8StaticActivationInt8WeightConfig", "Int8WeightOnlyConfig"]
-__all__ += ["IntxWeightOnlyConfig", "MXDynamicActivationMXWeightConfig", "ModuleFqnToConfig", "NF4WeightOnlyConfig"]
-__all__ += ["NVFP4DynamicActivationNVFP4WeightConfig", "NVFP4WeightOnlyConfig", "UIntxWeightOnlyConfig"]
+__all__ = [
+    "AOPerModuleConfig", "Float8DynamicActivationFloat8WeightConfig", "Float8DynamicActivationInt4WeightConfig",
+    "Float8StaticActivationFloat8WeightConfig", "Float8WeightOnlyConfig", "FqnToConfig", "Int4WeightOnlyConfig",
+    "Int8DynamicActivationInt4WeightConfig", "Int8DynamicActivationInt8WeightConfig",
+    "Int8DynamicActivationIntxWeightConfig", "Int8StaticActivationInt8WeightConfig", "Int8WeightOnlyConfig",
+    "IntxWeightOnlyConfig", "MXDynamicActivationMXWeightConfig", "ModuleFqnToConfig", "NF4WeightOnlyConfig",
+    "NVFP4DynamicActivationNVFP4WeightConfig", "NVFP4WeightOnlyConfig", "UIntxWeightOnlyConfig",
+]  # fmt: skip
 
 
 def _rows(value: Any) -> Any:

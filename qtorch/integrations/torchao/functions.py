@@ -21,11 +21,13 @@ from ...recipes.base import WeightRecipe
 from . import translate
 from .translate import arguments, only, refuse
 
-__all__ = ["ALL_AUTOQUANT_CLASS_LIST", "DEFAULT_AUTOQUANT_CLASS_LIST", "DEFAULT_INT4_AUTOQUANT_CLASS_LIST"]
-__all__ += ["OTHER_AUTOQUANT_CLASS_LIST", "autoquant", "float8_dynamic_activation_float8_weight"]
-__all__ += ["float8_static_activation_float8_weight", "float8_weight_only", "fpx_weight_only", "int4_weight_only"]
-__all__ += ["int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight"]
-__all__ += ["int8_dynamic_activation_int8_weight", "int8_weight_only", "uintx_weight_only"]
+__all__ = [
+    "ALL_AUTOQUANT_CLASS_LIST", "DEFAULT_AUTOQUANT_CLASS_LIST", "DEFAULT_INT4_AUTOQUANT_CLASS_LIST",
+    "OTHER_AUTOQUANT_CLASS_LIST", "autoquant", "float8_dynamic_activation_float8_weight",
+    "float8_static_activation_float8_weight", "float8_weight_only", "fpx_weight_only", "int4_weight_only",
+    "int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int8_weight", "int8_weight_only", "uintx_weight_only",
+]  # fmt: skip
 
 E4M3 = torch.float8_e4m3fn
 

@@ -26,8 +26,10 @@ from ...primitives import choose_qparams_affine_with_min_max as choose_qparams
 from ...primitives.qparams import min_max as extremes
 from ...recipes.base import Recipe, check_float_weight, register_recipe
 
-__all__ = ["AffineQuantizedMinMaxObserver", "AffineQuantizedObserverBase", "LinearActivationWeightObservedTensor"]
-__all__ += ["from_observers", "insert_observers_"]
+__all__ = [
+    "AffineQuantizedMinMaxObserver", "AffineQuantizedObserverBase", "LinearActivationWeightObservedTensor",
+    "from_observers", "insert_observers_",
+]  # fmt: skip
 
 
 class AffineQuantizedObserverBase(nn.Module):

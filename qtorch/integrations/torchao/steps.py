@@ -22,8 +22,10 @@ from ...recipes.base import FOREIGN, WeightRecipe
 from . import configs, training, translate
 from .translate import arguments, refuse
 
-__all__ = ["AWQConfig", "BlockSparseWeightConfig", "SemiSparseWeightConfig", "SmoothQuantConfig", "block_sparse_weight"]
-__all__ += ["equivalent", "quantize_", "semi_sparse_weight", "sparsify_"]
+__all__ = [
+    "AWQConfig", "BlockSparseWeightConfig", "SemiSparseWeightConfig", "SmoothQuantConfig", "block_sparse_weight",
+    "equivalent", "quantize_", "semi_sparse_weight", "sparsify_",
+]  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -14,9 +14,11 @@ from . import configs, translate
 from .functions import E4M3
 from .translate import arguments, only, refuse
 
-__all__ = ["BitNetTrainingConfig", "FakeQuantizeConfig", "Float8FakeQuantizeConfig", "Int4WeightFakeQuantizeConfig"]
-__all__ += ["Int8MixedPrecisionTrainingConfig", "Int8WeightOnlyQuantizedTrainingConfig", "IntxFakeQuantizeConfig"]
-__all__ += ["QATConfig", "bitnet_training", "int8_mixed_precision_training", "int8_weight_only_quantized_training"]
+__all__ = [
+    "BitNetTrainingConfig", "FakeQuantizeConfig", "Float8FakeQuantizeConfig", "Int4WeightFakeQuantizeConfig",
+    "Int8MixedPrecisionTrainingConfig", "Int8WeightOnlyQuantizedTrainingConfig", "IntxFakeQuantizeConfig", "QATConfig",
+    "bitnet_training", "int8_mixed_precision_training", "int8_weight_only_quantized_training",
+]  # fmt: skip
 
 
 def Int8MixedPrecisionTrainingConfig(

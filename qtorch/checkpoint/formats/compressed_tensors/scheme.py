@@ -19,8 +19,10 @@ from ....primitives.qdtype import qdtype
 from ....primitives.spec import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..blocks import integer_spec, symmetric_spec
 
-FORMATS: tuple[str, ...] = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
+FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
 """The formats that are read."""
 
 STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")

@@ -191,8 +191,10 @@ class StoredModule:
             raise ValueError("has a weight_g_idx whose groups are not consecutive columns (actorder 'group')")
 
 
-OF_WEIGHT: tuple[str, ...] = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
-OF_WEIGHT += ("weight_global_scale", "weight_g_idx")
+OF_WEIGHT = (
+    "weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale",
+    "weight_g_idx",
+)  # fmt: skip
 OF_INPUT = ("input_scale", "input_zero_point", "input_global_scale")
 OF_OUTPUT = ("output_scale", "output_zero_point", "output_global_scale")
 OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")

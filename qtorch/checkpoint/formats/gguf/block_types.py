@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +35,19 @@ from ....dtypes import QuantizedTensor
 from ....dtypes.base import quantized_type
 from ....primitives import CodebookSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
 from ....primitives.spec import Scheme
-from ....recipes.gguf import IQ4_TABLE, GgufIQ4_NL
+from ....recipes.gguf import (
+    IQ4_TABLE,
+    GgufIQ4_NL,
+    GgufQ2_K,
+    GgufQ3_K,
+    GgufQ4_K,
+    GgufQ5_K,
+    GgufQ6_K,
+    K,
+    scaled_codes,
+    with_offset,
+)
 from ..blocks import weight_only
-
-K = 256
-"""Elements of a super-block."""
 
 
 class Field(NamedTuple):
@@ -206,24 +214,7 @@ class BlockType:
 _HALF, _POWER = torch.float16, torch.float8_e8m0fnu
 
 
-def _scaled_codes(dtype: str, group: int, scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> QuantSpec:
-    """q * scale; `of_scale` is the type of scales that are codes."""
-    none = ZeroPointDomain.NONE
-    scale_spec = _scaled_codes(of_scale, K // group) if of_scale else None
-    return QuantSpec(qdtype(dtype), PerGroup(group), zero_point_domain=none, scale_dtype=scale, scale_spec=scale_spec)
-
-
-def _with_offset(dtype: str, group: int, scale: torch.dtype | None = _HALF, of_scale: str | None = None) -> QuantSpec:
-    """q * scale + offset."""
-    return replace(
-        _scaled_codes(dtype, group, scale, of_scale),
-        mapping=MappingType.ASYMMETRIC,
-        zero_point_domain=ZeroPointDomain.OFFSET,
-        preserve_zero=False,
-    )
-
-
-_IQ4_XS = CodebookSpec(qdtype("uint4"), PerGroup(32), IQ4_TABLE, scale_spec=_scaled_codes("int6", K // 32))
+_IQ4_XS = CodebookSpec(qdtype("uint4"), PerGroup(32), IQ4_TABLE, scale_spec=scaled_codes("int6", K // 32))
 _TERNARY = QuantSpec(qdtype("uint2"), PerGroup(K), MappingType.ASYMMETRIC, scale_dtype=_HALF)
 
 _D, _M, _OF_SCALES, _OF_MINS = (Field(2, part) for part in ("scale", "zero_point", "scale_scale", "zero_point_scale"))
@@ -237,21 +228,17 @@ _XS = (_OF_SCALES, Field(2, "scale", 2, 1, 4), Field(K // 64, "scale", 4), Field
 TYPES = {
     0: BlockType("F32", 1, 4, dtype=torch.float32),
     1: BlockType("F16", 1, 2, dtype=torch.float16),
-    2: BlockType("Q4_0", 32, (_D, _CODES_4), _scaled_codes("int4", 32), {"codes": 8}),
-    3: BlockType("Q4_1", 32, (_D, _M, _CODES_4), _with_offset("uint4", 32)),
-    6: BlockType("Q5_0", 32, (_D, _HIGH_BIT, _CODES_4), _scaled_codes("int5", 32), {"codes": 16}),
-    7: BlockType("Q5_1", 32, (_D, _M, _HIGH_BIT, _CODES_4), _with_offset("uint5", 32)),
-    8: BlockType("Q8_0", 32, (_D, Field(32, "codes", 8, 32)), _scaled_codes("int8", 32), {"codes": 0}),
+    2: BlockType("Q4_0", 32, (_D, _CODES_4), scaled_codes("int4", 32), {"codes": 8}),
+    3: BlockType("Q4_1", 32, (_D, _M, _CODES_4), with_offset("uint4", 32)),
+    6: BlockType("Q5_0", 32, (_D, _HIGH_BIT, _CODES_4), scaled_codes("int5", 32), {"codes": 16}),
+    7: BlockType("Q5_1", 32, (_D, _M, _HIGH_BIT, _CODES_4), with_offset("uint5", 32)),
+    8: BlockType("Q8_0", 32, (_D, Field(32, "codes", 8, 32)), scaled_codes("int8", 32), {"codes": 0}),
     9: BlockType("Q8_1", 32, 40),
-    10: BlockType(
-        "Q2_K", K, (Field(16, "scale zero_point", 4, 16), _K_2, *_OF_K), _with_offset("uint2", 16, None, "uint4")
-    ),
-    11: BlockType("Q3_K", K, _Q3_K, _scaled_codes("int3", 16, None, "int6"), {"codes": 4, "scale": 32}),
-    12: BlockType("Q4_K", K, (*_OF_K, _MINS, _K_4), _with_offset("uint4", 32, None, "uint6")),
-    13: BlockType(
-        "Q5_K", K, (*_OF_K, _MINS, Field(K // 8, "codes", 1, 32, 4), _K_4), _with_offset("uint5", 32, None, "uint6")
-    ),
-    14: BlockType("Q6_K", K, _Q6_K, _scaled_codes("int6", 16, None, "int8"), {"codes": 32, "scale": 0}),
+    10: BlockType("Q2_K", K, (Field(16, "scale zero_point", 4, 16), _K_2, *_OF_K), GgufQ2_K.of_type),
+    11: BlockType("Q3_K", K, _Q3_K, GgufQ3_K.of_type, {"codes": 4, "scale": 32}),
+    12: BlockType("Q4_K", K, (*_OF_K, _MINS, _K_4), GgufQ4_K.of_type),
+    13: BlockType("Q5_K", K, (*_OF_K, _MINS, Field(K // 8, "codes", 1, 32, 4), _K_4), GgufQ5_K.of_type),
+    14: BlockType("Q6_K", K, _Q6_K, GgufQ6_K.of_type, {"codes": 32, "scale": 0}),
     15: BlockType("Q8_K", K, 292),
     16: BlockType("IQ2_XXS", K, 66),
     17: BlockType("IQ2_XS", K, 74),
@@ -268,9 +255,9 @@ TYPES = {
     28: BlockType("F64", 1, 8, dtype=torch.float64),
     29: BlockType("IQ1_M", K, 56),
     30: BlockType("BF16", 1, 2, dtype=torch.bfloat16),
-    34: BlockType("TQ1_0", K, (Field(52, "digits"), _D), _scaled_codes("int2", K), {"codes": 1}),
+    34: BlockType("TQ1_0", K, (Field(52, "digits"), _D), scaled_codes("int2", K), {"codes": 1}),
     35: BlockType("TQ2_0", K, (_K_2, _D), _TERNARY, {"codes": 1}),
-    39: BlockType("MXFP4", 32, (Field(1, "scale"), _CODES_4), _scaled_codes("float4_e2m1", 32, _POWER)),
+    39: BlockType("MXFP4", 32, (Field(1, "scale"), _CODES_4), scaled_codes("float4_e2m1", 32, _POWER)),
     40: BlockType("NVFP4", 64, 36),
     41: BlockType("Q1_0", 128, 18),
 }
