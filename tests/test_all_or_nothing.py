@@ -9,6 +9,7 @@ from torch import nn
 import qtorch
 from qtorch import training
 from qtorch.recipes.base import Recipe
+from tests.refusals import refuses
 
 SERVING: list[Recipe] = [
     qtorch.int8_weight_only(),
@@ -124,8 +125,6 @@ def test_interrupted_convert(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) ->
 def test_another_recipe_does_not_go_on() -> None:
     made = model()
     qtorch.quantize_(made, qtorch.int8_weight_only())
-    with pytest.raises(ValueError, match="is already quantized"):
-        qtorch.quantize_(made, qtorch.int4_weight_only(group_size=32))
+    refuses("is already quantized", lambda: qtorch.quantize_(made, qtorch.int4_weight_only(group_size=32)))
     qtorch.quantize_(static := model(), qtorch.int8_static_activation_int8_weight(0.1))
-    with pytest.raises(ValueError, match="is already quantized"):
-        qtorch.quantize_(static, qtorch.int8_static_activation_int8_weight(0.2))
+    refuses("is already quantized", lambda: qtorch.quantize_(static, qtorch.int8_static_activation_int8_weight(0.2)))

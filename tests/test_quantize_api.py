@@ -10,6 +10,7 @@ import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.recipes.base import Recipe
 from tests.quantize_model import INT8, Mlp, same, state_of
+from tests.refusals import refuses
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -84,8 +85,7 @@ def test_dry_run_predicts_and_changes_nothing() -> None:
 def test_device() -> None:
     model, ids = Mlp(), torch.randint(32, (4,))
     twin, before = copy.deepcopy(model), state_of(model)
-    with pytest.raises(ValueError, match="device='nowhere' is not available here"):
-        qtorch.quantize_(model, INT8, device="nowhere")
+    refuses("device='nowhere' is not available here", lambda: qtorch.quantize_(model, INT8, device="nowhere"))
     assert same(before, state_of(model))
     qtorch.quantize_(model, INT8, device=torch.device("cpu"))
     qtorch.quantize_(twin, INT8, device="cpu")
@@ -113,8 +113,7 @@ def test_dequantize() -> None:
         assert parameter.shape == original.get_parameter(name).shape
     assert 35 < qtorch.compute_error(original.up.weight, model.up.weight) < 50
     assert qtorch.compute_error(output(quantized, ids)[0], output(model, ids)[0]) > 100
-    with pytest.raises(ValueError, match="dequantize_: no weight of this Mlp is quantized"):
-        qtorch.dequantize_(model)
+    refuses("dequantize_: no weight of this Mlp is quantized", lambda: qtorch.dequantize_(model))
     # The second time loses nothing: codes of codes.
     qtorch.quantize_(model, INT8)
     assert torch.equal(model.up.weight.plain()[0], quantized.up.weight.plain()[0])

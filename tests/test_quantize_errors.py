@@ -15,6 +15,7 @@ from qtorch.calibration import gptq
 from qtorch.recipes.base import Recipe
 from tests.float_checkpoints import decoder, save_shards
 from tests.quantize_model import INT8, Mlp, same, state_of
+from tests.refusals import refuses
 
 
 def failing(change: Callable[[Mlp], object]) -> Mlp:
@@ -117,8 +118,7 @@ def test_a_custom_recipe_is_checked_too() -> None:
         def check(self, weight: Tensor) -> None:
             raise TypeError("no")
 
-    with pytest.raises(ValueError, match=r"^quantize_: up: no\ndown: no\nthe model is unchanged$"):
-        quantize_(Mlp(), Picky())
+    refuses(r"^quantize_: up: no\ndown: no\nthe model is unchanged$", lambda: quantize_(Mlp(), Picky()))
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,7 @@ def test_not_a_recipe(recipe: object) -> None:
     given = recipe["up"] if isinstance(recipe, dict) else recipe
     hint = "; remove the quotes: int8_weight_only()" if given == "int8" else hint
     message = f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}"
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        quantize_(Mlp(), recipe)
+    refuses(f"^{re.escape(message)}$", lambda: quantize_(Mlp(), recipe), TypeError)
 
 
 @pytest.mark.parametrize(

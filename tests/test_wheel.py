@@ -16,6 +16,7 @@ import torch._inductor.config  # reads CXX when it is imported: before a fixture
 
 from qtorch.kernels.cpu import build, compiled_library
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.refusals import refuses
 from tools import wheel
 
 pytestmark = [
@@ -65,8 +66,7 @@ def test_what_is_in_it(made, built, tmp_path):
     _, linux = made
     assert linux.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     assert wheel.check_contents(linux, names(built), tmp_path) == sum(path.stat().st_size for path in built.values())
-    with pytest.raises(ValueError, match=r"want .*'sse9'"):
-        wheel.check_contents(linux, ["sse9"], tmp_path)
+    refuses(r"want .*'sse9'", lambda: wheel.check_contents(linux, ["sse9"], tmp_path))
     with zipfile.ZipFile(linux) as archive:
         members = archive.namelist()
     sources = {f"qtorch/kernels/cpu/src/{path.name}" for path in build.SOURCES.iterdir()}
@@ -84,8 +84,7 @@ def test_a_path_in_a_library_is_found(tmp_path):
     library = "qtorch/kernels/cpu/lib/libqtorch_avx2.so"
     with zipfile.ZipFile(tmp_path / "bad.whl", "w") as archive:
         archive.writestr(library, f"...{wheel.ROOT}/kernels.cpp...")
-    with pytest.raises(ValueError, match="contain the path"):
-        wheel.check_contents(tmp_path / "bad.whl", ["avx2"], tmp_path)
+    refuses("contain the path", lambda: wheel.check_contents(tmp_path / "bad.whl", ["avx2"], tmp_path))
 
 
 def test_it_runs_without_a_compiler(made, built, tmp_path):

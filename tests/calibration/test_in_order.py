@@ -17,6 +17,7 @@ from qtorch import quantize_
 from qtorch.calibration import AutoRound, auto, calibrated, gptq, observed
 from qtorch.calibration.rounding import FloatTarget, Gptq, Grid
 from qtorch.dtypes import AffineQuantizedTensor
+from tests.refusals import refuses
 
 INT3 = qtorch.intx_weight_only("int3", group_size=16)
 IDS = torch.ones(2, 3, dtype=torch.long)
@@ -141,8 +142,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
         return model(batch)
 
     data = batches()
-    with pytest.raises(RuntimeError, match="no more"):
-        quantize_(model, gptq(INT3, data, forward=failing))
+    refuses("no more", lambda: quantize_(model, gptq(INT3, data, forward=failing)), RuntimeError)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert model.training
 
@@ -275,8 +275,7 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
     ],
 )
 def test_what_cannot_be_calibrated_is_named(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
+    refuses(words, call)
 
 
 class Lookup(Model):

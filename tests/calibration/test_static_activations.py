@@ -19,6 +19,7 @@ from qtorch.primitives import LinearSpec, MappingType, PerGroup, PerRow, PerTens
 from qtorch.recipes.base import WeightRecipe
 from qtorch.training import calibrate, convert, qat
 from tests.calibration.test_in_order import ByGroupedMm, ByMatmul, Experts, Model, batches
+from tests.refusals import refuses
 
 # The compiled kernels are tested in tests/kernels/cpu.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -200,8 +201,7 @@ def test_a_recipe_of_ones_own_with_a_zero_point(mapping: MappingType, tmp_path: 
     torch.manual_seed(0)
     floats = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).requires_grad_(False)
     data, x = [torch.randn(64, 16) for _ in range(4)], torch.randn(50, 16)
-    with pytest.raises(ValueError, match=r"own\(.* has no scale of the activation"):
-        qtorch.quantize_(copy.deepcopy(floats), own)
+    refuses(r"own\(.* has no scale of the activation", lambda: qtorch.quantize_(copy.deepcopy(floats), own))
     for observer in ("min_max", "mse"):
         model = copy.deepcopy(floats)
         qtorch.quantize_(model, {"2": observed(own, data, observer=observer)})
@@ -224,8 +224,7 @@ def test_without_data_it_is_said_what_to_write() -> None:
             qtorch.quantize_(model, recipe)
         assert str(got.value).count("has no scale") == 1
         assert "observed(" in str(got.value)
-    with pytest.raises(ValueError, match="has no scale of the activation"):
-        INT8.apply(model[0].weight)
+    refuses("has no scale of the activation", lambda: INT8.apply(model[0].weight))
     with pytest.raises(ValueError, match=r"observers choose one scale for the input of a layer, .* has 2"):
         qtorch.quantize_(model, observed(Own(QuantSpec("int8", PerGroup(8))), batches()))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
@@ -247,8 +246,7 @@ NOTHING_LEFT = "leaves no scale of a static activation to an observer"
     ],
 )
 def test_what_has_no_scale_to_observe(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
+    refuses(words, call)
 
 
 def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it() -> None:

@@ -11,6 +11,7 @@ from qtorch.cli.arguments import UsageError, size
 from qtorch.cli.recipes import read_config, read_recipe
 from qtorch.primitives import HQQRule, MSERule
 from qtorch.primitives.jsonable import to_json
+from tests.refusals import refuses
 
 FLOAT, TILED = qtorch.ZeroPointDomain.FLOAT, qtorch.TensorCoreTiledLayout()
 
@@ -73,8 +74,7 @@ def test_what_a_report_prints_is_read(recipe: object) -> None:
     ],
 )
 def test_errors(text: str, error: str) -> None:
-    with pytest.raises(UsageError, match=error):
-        read_recipe(text)
+    refuses(error, lambda: read_recipe(text), UsageError)
 
 
 def test_config(tmp_path: Path) -> None:
@@ -98,8 +98,7 @@ def test_config(tmp_path: Path) -> None:
 def test_wrong_config(text: str, tmp_path: Path) -> None:
     path = tmp_path / "recipes.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match=r"recipes\.json"):
-        read_config(path)
+    refuses(r"recipes\.json", lambda: read_config(path), UsageError)
 
 
 def test_sizes() -> None:

@@ -14,6 +14,7 @@ from qtorch import MappingType, quantize_
 from qtorch.integrations.export import portable
 from qtorch.primitives import compute_error
 from tests import every_recipe, fast_part
+from tests.refusals import refuses
 
 from .models import Convnet, Llama, Mlp, made
 
@@ -232,16 +233,13 @@ torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 
 def test_errors() -> None:
     model = made(Mlp)
-    with pytest.raises(ValueError, match="no weight of this Mlp is quantized; call quantize_ first"):
-        portable(model)
+    refuses("no weight of this Mlp is quantized; call quantize_ first", lambda: portable(model))
     with pytest.raises(TypeError, match="portable"):
         portable(torch.randn(2))  # type: ignore[type-var]
     quantize_(model, qtorch.int8_weight_only())
-    with pytest.raises(ValueError, match="activations is 'integer' or 'qdq', got 'int8'"):
-        portable(model, "int8")
+    refuses("activations is 'integer' or 'qdq', got 'int8'", lambda: portable(model, "int8"))
     quantize_(trained := made(Mlp), qtorch.training.int8_mixed_precision_training())
-    with pytest.raises(ValueError, match=r"up.weight is in training; call quantize_\(model, convert\(\)\) first"):
-        portable(trained)
+    refuses(r"up.weight is in training; call quantize_\(model, convert\(\)\) first", lambda: portable(trained))
 
 
 def test_the_ordinary_export_is_as_before() -> None:

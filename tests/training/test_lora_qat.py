@@ -11,6 +11,7 @@ import qtorch
 from qtorch import compute_error, quantize_
 from qtorch.training import convert, lora_qat, qat
 from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear
+from tests.refusals import refuses
 from tests.training.small_model import fit, mlp
 
 RECIPES = [
@@ -64,21 +65,18 @@ def test_gradients_are_those_of_the_merged_weight() -> None:
 
 def test_errors() -> None:
     recipe = RECIPES[1]
-    with pytest.raises(TypeError, match=r"lora_qat: recipe takes an inference recipe .*, got 4"):
-        lora_qat(4, 4)
+    refuses(r"lora_qat: recipe takes an inference recipe .*, got 4", lambda: lora_qat(4, 4), TypeError)
     for rank, alpha, message in (
         (0, 8.0, "the rank of adapters is 1 or more, got 0"),
         (4, -1.0, "alpha is a positive number, got -1.0"),
     ):
         with pytest.raises(ValueError, match=message):
             qat(recipe, lora_rank=rank, lora_alpha=alpha)
-    with pytest.raises(ValueError, match="adapters have no schedule and no observer"):
-        qat(recipe, lora_rank=4, start_step=10)
+    refuses("adapters have no schedule and no observer", lambda: qat(recipe, lora_rank=4, start_step=10))
     model = nn.ModuleDict({"embed": nn.Embedding(48, 64), "head": nn.Linear(64, 48)})
     with pytest.raises(ValueError, match=r"embed: adapters are for nn\.Linear, exactly"):
         quantize_(model, {"embed": qat(recipe, lora_rank=4)})
-    with pytest.raises(ValueError, match=r"head: rank 49 exceeds the weight's shape \(48, 64\)"):
-        quantize_(model, qat(recipe, lora_rank=49))
+    refuses(r"head: rank 49 exceeds the weight's shape \(48, 64\)", lambda: quantize_(model, qat(recipe, lora_rank=49)))
     model["other"] = nn.Linear(64, 48)
     model["other"].weight = model["head"].weight
     with pytest.raises(ValueError, match="head: adapters are for one layer, the weight is shared by 2"):

@@ -21,6 +21,7 @@ from qtorch.training import Int8MixedPrecisionTrainingConfig, float8_training, i
 from qtorch.training.recipes.base import TrainingRecipe
 from tests.attack import training_recipes
 from tests.every_recipe import is_of_users
+from tests.refusals import refuses
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -244,8 +245,7 @@ def test_a_float_checkpoint_loads(recipe: Recipe) -> None:
     assert compute_error(source[0].weight, made[0].weight.dequantize()) > 15
     back = model(None)
     if isinstance(made[0].weight, AffineQuantizedTensor):  # held as codes, which a float model would lose
-        with pytest.raises(RuntimeError, match=r'"0\.weight".*assign=True'):
-            back.load_state_dict(made.state_dict())
+        refuses(r'"0\.weight".*assign=True', lambda: back.load_state_dict(made.state_dict()), RuntimeError)
         return
     back.load_state_dict(made.state_dict())
     assert torch.equal(back[0].weight, made[0].weight.dequantize())
@@ -265,16 +265,13 @@ def test_errors_leave_the_model_as_it_was() -> None:
     before = made[0].weight
     with pytest.raises(ValueError, match=r"0: block_size \(32, 32\) does not divide shape \(33, 40\)"):
         quantize_(made, training.int8_tilewise_training())
-    with pytest.raises(ValueError, match="0: block_size"):
-        quantize_(made, training.mxfp8_training())
+    refuses("0: block_size", lambda: quantize_(made, training.mxfp8_training()))
     with pytest.raises(ValueError, match=r"0: takes float32, .* weights, this one is torch\.float64"):
         quantize_(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), training.bitnet_training())
-    with pytest.raises(ValueError, match="granularity is 'rowwise' or 'tensorwise', got 'blockwise'"):
-        float8_training("blockwise")
+    refuses("granularity is 'rowwise' or 'tensorwise', got 'blockwise'", lambda: float8_training("blockwise"))
     assert made[0].weight is before
     trained = model(int8_mixed_precision_training())
-    with pytest.raises(ValueError, match="0: is already quantized: MasterWeight"):
-        quantize_(trained, float8_training())
+    refuses("0: is already quantized: MasterWeight", lambda: quantize_(trained, float8_training()))
 
 
 def test_a_product_that_would_bypass_the_engine_is_an_error() -> None:
@@ -301,5 +298,4 @@ def test_convert_takes_what_was_trained_and_nothing_else() -> None:
     assert report.skipped[0].detail == "no TrainingWeight or PreparedModule"
     assert made[1].weight is other
     assert not isinstance(made[0].weight, training.MasterWeight)
-    with pytest.raises(ValueError, match="nothing to quantize"):
-        quantize_(made, training.convert())
+    refuses("nothing to quantize", lambda: quantize_(made, training.convert()))

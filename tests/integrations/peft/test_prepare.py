@@ -13,6 +13,7 @@ from torch import nn
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters
+from tests.refusals import refuses
 
 from .models import IDS, RECIPES, llama, quantized_llama, randomized
 
@@ -49,11 +50,9 @@ def test_no_dtype_is_changed_and_all_is_frozen() -> None:
 
 def test_plain_modules() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(ValueError, match="call quantize_ first"):
-        prepare_for_adapters(model)
+    refuses("call quantize_ first", lambda: prepare_for_adapters(model))
     quantize_(model, RECIPES["int8"])
-    with pytest.raises(ValueError, match="pass gradient_checkpointing=False"):
-        prepare_for_adapters(model)
+    refuses("pass gradient_checkpointing=False", lambda: prepare_for_adapters(model))
     prepare_for_adapters(model, gradient_checkpointing=False)
     assert not model[0].bias.requires_grad
     with pytest.raises(TypeError):

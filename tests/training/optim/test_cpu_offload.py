@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qtorch.training.optim import AdamW8bit, CPUOffloadOptimizer
+from tests.refusals import refuses
 from tests.training.small_model import cosine, loss_of, make_model, parameters_of, train
 
 CLASSES = [torch.optim.AdamW, AdamW8bit]
@@ -96,10 +97,8 @@ def test_refusals() -> None:
     optimizer = CPUOffloadOptimizer(model.parameters())
     with pytest.raises(ValueError, match="other parameter groups"):
         optimizer.load_state_dict(torch.optim.AdamW(list(model.parameters())[:1]).state_dict())
-    with pytest.raises(TypeError, match="can't be copied"):
-        copy.deepcopy(optimizer)
-    with pytest.raises(ValueError, match="minimal_size"):
-        CPUOffloadOptimizer(model.parameters(), minimal_size=-1)
+    refuses("can't be copied", lambda: copy.deepcopy(optimizer), TypeError)
+    refuses("minimal_size", lambda: CPUOffloadOptimizer(model.parameters(), minimal_size=-1))
 
 
 @pytest.mark.gpu

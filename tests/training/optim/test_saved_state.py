@@ -12,6 +12,7 @@ from qtorch.dtypes.blocked_tensor import BlockedTensor
 from qtorch.training import int8_weight_only_quantized_training, optim
 from qtorch.training.optim import Adam8bit, AdamW4bit, AdamW8bit, _AdamW
 from tests.movement.holding import through_file
+from tests.refusals import refuses
 from tests.training.small_model import ALL, cosine, make_model, parameters_of, train
 
 STEPS, CUT = 8, 5
@@ -135,11 +136,9 @@ def test_refusals() -> None:
     state = optimizer.state_dict()
     with pytest.raises(ValueError, match="different number of parameter groups"):
         AdamW8bit([{"params": [p]} for p in model.parameters()]).load_state_dict(state)
-    with pytest.raises(ValueError, match="exp_avg of shape"):
-        AdamW8bit(list(model.parameters())[::-1]).load_state_dict(state)
+    refuses("exp_avg of shape", lambda: AdamW8bit(list(model.parameters())[::-1]).load_state_dict(state))
     theirs = torch.optim.AdamW(model.parameters(), maximize=True)
-    with pytest.raises(ValueError, match="no maximize=True"):
-        optimizer.load_state_dict(theirs.state_dict())
+    refuses("no maximize=True", lambda: optimizer.load_state_dict(theirs.state_dict()))
 
 
 def test_tables_are_shared_after_loading() -> None:
