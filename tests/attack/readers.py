@@ -161,7 +161,7 @@ def load(shape: tuple[int, ...], path: Path, whole: bool) -> str | None:
 
 
 def gguf(path: Path) -> Path:
-    from tests.formats.gguf import test_container
+    from tests.formats.gguf import test_blocks as test_container
 
     path.mkdir()
     return test_container.file(path / "model.gguf")

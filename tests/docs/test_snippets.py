@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 
 from qtorch.cli import main
+from tests.docs.pages import PAGES, README, ROOT, blocks, name
 from tests.fast_part import slow_but
-
-from .pages import PAGES, README, ROOT, blocks, name
 
 SKIPPED = {
     # Blocks that are left out, or are where a package is missing.

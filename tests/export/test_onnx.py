@@ -14,10 +14,9 @@ from torch import nn
 import qtorch
 from qtorch import quantize_
 from qtorch.primitives import compute_error
+from tests.export.models import Convnet, Llama, Mlp, made
 from tests.fast_part import slow_but
 from tests.refusals import refuses
-
-from .models import Convnet, Llama, Mlp, made
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

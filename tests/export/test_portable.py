@@ -14,9 +14,8 @@ from qtorch import MappingType, quantize_
 from qtorch.integrations.export import portable
 from qtorch.primitives import compute_error
 from tests import every_recipe, fast_part
+from tests.export.models import Convnet, Llama, Mlp, made
 from tests.refusals import refuses
-
-from .models import Convnet, Llama, Mlp, made
 
 # Sums of integers, then the same elementwise operations in fp32.
 EXACT = {

@@ -13,8 +13,7 @@ from torch import nn
 from qtorch import quantize_
 from qtorch.dtypes import ConvWeight, QuantizedTensor
 from qtorch.integrations.peft import requantize_merged
-
-from .models import RECIPES, adapted, llama, merge_and_unmerge, output, randomized
+from tests.integrations.peft.models import RECIPES, adapted, llama, merge_and_unmerge, output, randomized
 
 KINDS = pytest.mark.parametrize("recipe", RECIPES)
 EMBEDDINGS = [name for name in RECIPES if "dynamic" not in name]

@@ -15,9 +15,8 @@ from qtorch import AffineQuantizedTensor, PerRow, QuantSpec, quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
 from qtorch.integrations.peft.expert_adapters import AdaptedParameter
+from tests.integrations.peft.models import IDS, OF_EXPERTS, RECIPES, merge_and_unmerge, moe, output, randomized
 from tests.refusals import refuses
-
-from .models import IDS, OF_EXPERTS, RECIPES, merge_and_unmerge, moe, output, randomized
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 PATTERN = r".*\.experts\.(gate_up_proj|down_proj)"

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import initialize_from_quantization_error
+from tests.integrations.peft.models import RECIPES, TARGETS, base_of, llama, moe, output, quantized_llama
 from tests.refusals import refuses
-
-from .models import RECIPES, TARGETS, base_of, llama, moe, output, quantized_llama
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 WEIGHT = f"{Q_PROJ}.weight"

@@ -18,10 +18,7 @@ from torch import nn
 from qtorch import AffineQuantizedTensor, dequantize_, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
-from tests.refusals import refuses
-from tests.zoo.architectures import built
-
-from .models import (
+from tests.integrations.peft.models import (
     IDS,
     RECIPES,
     TARGETS,
@@ -33,6 +30,8 @@ from .models import (
     quantized_llama,
     randomized,
 )
+from tests.refusals import refuses
+from tests.zoo.architectures import built
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 KINDS = pytest.mark.parametrize("recipe", RECIPES)

@@ -20,10 +20,9 @@ from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
 from tests.every_recipe import NAMES, make
+from tests.integrations.peft.models import IDS, SIZES, TARGETS, adapted, base_of, llama, output, randomized
 from tests.refusals import refuses
 from tests.zoo.architectures import built
-
-from .models import IDS, SIZES, TARGETS, adapted, base_of, llama, output, randomized
 
 FOUR_BITS = {
     "nf4": qtorch.nf4_weight_only(),

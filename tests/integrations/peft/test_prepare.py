@@ -13,9 +13,8 @@ from torch import nn
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters
+from tests.integrations.peft.models import IDS, RECIPES, llama, quantized_llama, randomized
 from tests.refusals import refuses
-
-from .models import IDS, RECIPES, llama, quantized_llama, randomized
 
 
 def gradients(prepare: bool, **options: bool) -> tuple[list[torch.Tensor], int]:

@@ -9,8 +9,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.adam import Moment, adam_step
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, check_equals_the_reference, gradient, step, zeros
-
-from .builds import NEEDS_LIBRARY
+from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 
 @pytest.mark.parametrize("form", ALL_FORMS)

@@ -1,12 +1,23 @@
-"""GPTQ and AutoRound against a decoder in plain loops, written from the formats."""
+"""Checkpoints of GPTQ and AWQ, read and written."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+import qtorch
+from qtorch import (
+    convert_checkpoint,
+    int4_weight_only,
+    int8_weight_only,
+    intx_weight_only,
+    load_quantized,
+    quantize_,
+    save_quantized,
+)
 from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
 
 OUTPUTS, INPUTS = 32, 96
@@ -204,3 +215,200 @@ def test_the_configuration_of_autogptq(tmp_path: Path) -> None:
     made = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
     (made / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
     assert torch.equal(load(made, SHAPE).dequantize(), decoded(tensors, 4, 32, 1))
+
+
+BITS32 = torch.arange(32)
+
+RECIPES = {
+    "uint4": int4_weight_only(group_size=32),
+    "int4": intx_weight_only("int4", group_size=64),
+    "int8": int8_weight_only(group_size=32),
+    "int8 rows": int8_weight_only(scale_dtype=torch.bfloat16),
+    "int3": intx_weight_only("int3", group_size=32),
+    "int2": intx_weight_only("int2", group_size=32),
+}
+CASES = [("gptq", name) for name in RECIPES] + [("awq", name) for name in ("int4", "uint4")]
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 64), nn.LayerNorm(64), nn.Linear(64, 32)).to(torch.bfloat16)
+
+
+def bits_of(words: torch.Tensor) -> torch.Tensor:
+    """(R, W) int32 -> bits (R, 32 W), the lowest first."""
+    return ((words[..., None] >> BITS32) & 1).flatten(1)
+
+
+def numbers(bits: torch.Tensor, width: int) -> torch.Tensor:
+    return (bits.unflatten(1, (-1, width)) << torch.arange(width)).sum(-1)
+
+
+def by_formula(path: Path, layer: str) -> torch.Tensor:
+    """The weight (O, I) of a layer in fp32, w = (q - z) s, from the definitions of both formats."""
+    stored = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    width, scales = config["bits"], stored[f"{layer}.scales"].float()
+    words, zeros = stored[f"{layer}.qweight"], stored[f"{layer}.qzeros"]
+    if config["quant_method"] == "gptq":
+        q = numbers(bits_of(words.t().contiguous()), width)
+        z = numbers(bits_of(zeros), width) + (config["checkpoint_format"] == "gptq")
+        group = stored[f"{layer}.g_idx"].long()
+        return ((q - z[group].t()) * scales[group].t()).float()
+    nibble = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+    unpack = lambda words: numbers(bits_of(words), 4).unflatten(1, (-1, 8))[:, :, nibble].flatten(1)  # noqa: E731
+    q, z = unpack(words), unpack(zeros)
+    group = torch.arange(len(q)) // (len(q) // len(z))
+    return ((q - z[group]) * scales[group]).t()
+
+
+@pytest.mark.parametrize("format, name", CASES)
+def test_bit_for_bit(format: str, name: str, tmp_path: Path) -> None:
+    model = build()
+    quantize_(model, RECIPES[name])
+    save_quantized(model, tmp_path / "made", format=format)
+    loaded = build()
+    load_quantized(loaded, tmp_path / "made")
+    for layer in ("0", "2"):
+        weight = model.get_submodule(layer).weight
+        assert torch.equal(loaded.get_submodule(layer).weight.dequantize(), weight.dequantize())
+        assert torch.equal(by_formula(tmp_path / "made", layer), weight.dequantize(torch.float32))
+    assert torch.equal(loaded[1].weight, model[1].weight)
+
+
+REFUSED = {
+    "float8": (qtorch.float8_weight_only(), "has codes in float8_e4m3fn, and the format has integers"),
+    "nf4": (qtorch.nf4_weight_only(group_size=32), "is a LUTQuantizedTensor"),
+    "activations": (qtorch.int8_dynamic_activation_int4_weight(group_size=32), "quantizes its activations"),
+    "fp32 scales": (int8_weight_only(), r"has scales in torch.float32, and engines keep them in torch.bfloat16"),
+    "five bits": (intx_weight_only("int5", group_size=32), "has codes in int5"),
+}
+
+
+@pytest.mark.parametrize("format", ["gptq", "awq"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(format: str, name: str, tmp_path: Path) -> None:
+    recipe, message = REFUSED[name]
+    model = build()
+    quantize_(model, recipe)
+    if format == "awq" and name == "fp32 scales":
+        message = "has codes in int8"
+    with pytest.raises(ValueError, match=rf"{format}: 0.weight {message}.*quantize with int"):
+        save_quantized(model, tmp_path / "made", format=format)
+    assert not (tmp_path / "made").exists()
+
+
+def test_one_kind_of_weight_and_zero_points_of_zero(tmp_path: Path) -> None:
+    model = build()
+    quantize_(model, {"0": RECIPES["int4"], "2": RECIPES["int3"]})
+    with pytest.raises(ValueError, match=r"gptq: 2.weight has .*a folder has one of each"):
+        save_quantized(model, tmp_path / "made", format="gptq")
+    positive = nn.Sequential(nn.Linear(128, 64)).to(torch.bfloat16)
+    positive[0].weight.data.abs_()
+    quantize_(positive, RECIPES["uint4"])
+    own = tmp_path / "own.safetensors"
+    save_quantized(positive, own)
+    with pytest.raises(ValueError, match=r"gptq: 0.weight has zero points of 0.*gptq_v2"):
+        save_quantized(positive, tmp_path / "made", format="gptq")
+    convert_checkpoint(own, tmp_path / "v2", format="gptq", options={"checkpoint_format": "gptq_v2"})
+    assert torch.equal(by_formula(tmp_path / "v2", "0"), positive[0].weight.dequantize(torch.float32))
+
+
+def test_a_checkpoint_is_converted_by_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qtorch.cli import main
+
+    model = build()
+    quantize_(model, RECIPES["int4"])
+    save_quantized(model, tmp_path / "own.safetensors")
+    assert not main(["convert", str(tmp_path / "own.safetensors"), str(tmp_path / "awq"), "--format", "awq"])
+    assert not main(["convert", str(tmp_path / "awq"), str(tmp_path / "gptq"), "--format", "gptq"])
+    assert torch.equal(by_formula(tmp_path / "gptq", "0"), model[0].weight.dequantize(torch.float32))
+
+
+AWQ_OUTPUTS, AWQ_INPUTS, GROUP = 32, 64, 32
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output in each nibble, from the lowest."""
+
+
+def layer_of_awq() -> dict[str, Tensor]:
+    words = torch.randint(-(2**31), 2**31, (AWQ_INPUTS + AWQ_INPUTS // GROUP, AWQ_OUTPUTS // 8)).to(torch.int32)
+    return {
+        "layer.qweight": words[:AWQ_INPUTS],
+        "layer.qzeros": words[AWQ_INPUTS:],
+        "layer.scales": (torch.rand(AWQ_INPUTS // GROUP, AWQ_OUTPUTS) + 0.01).half(),
+        **plain_tensors(AWQ_INPUTS, torch.float16),
+    }
+
+
+def config(**more: object) -> dict[str, object]:
+    return quantized_config("awq", **{"bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True, **more})
+
+
+def folder_of_awq(tmp_path: Path, tensors: dict[str, Tensor], **more: object) -> Path:
+    return write(tmp_path / "model", tensors, 2, config(**more))
+
+
+def outputs(words: Tensor) -> list[int]:
+    """The outputs in a row of words."""
+    found = [0] * (8 * len(words))
+    for w, word in enumerate(words.tolist()):
+        for i, output in enumerate(ORDER):
+            found[8 * w + output] = (word >> (4 * i)) & 0xF
+    return found
+
+
+def test_awq_by_plain_loops(tmp_path: Path) -> None:
+    tensors = layer_of_awq()
+    codes, zeros = ([outputs(row) for row in tensors[f"layer.{name}"]] for name in ("qweight", "qzeros"))
+    scales = tensors["layer.scales"].tolist()
+    values = [
+        [scales[i // GROUP][o] * (codes[i][o] - zeros[i // GROUP][o]) for i in range(AWQ_INPUTS)]
+        for o in range(AWQ_OUTPUTS)
+    ]
+    check(folder_of_awq(tmp_path, tensors), to_dtype(values, torch.float16), "cpu_weight_only_mm", 4.75)
+
+
+def test_awq_by_compressed_tensors(tmp_path: Path) -> None:
+    converters = pytest.importorskip("compressed_tensors.entrypoints.convert")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    tensors = layer_of_awq()
+    converter = converters.AutoAWQConverter(group_size=GROUP, targets=["re:.*layer"])
+    converted = converter.process({name: t.clone() for name, t in tensors.items() if name.startswith("layer.")})
+    scheme = converter.update_config(None).config_groups["config_group_0"]
+    parts = {name.removeprefix("layer."): tensor for name, tensor in converted.items()}
+    made = compressors.BaseCompressor.get_value_from_registry("pack-quantized").decompress(parts, scheme)
+    weight = load(folder_of_awq(tmp_path, tensors), SHAPE)
+    assert torch.equal(weight.dequantize(), made["weight"])
+
+
+def test_auto_round_in_the_packing_of_awq(tmp_path: Path) -> None:
+    tensors = layer_of_awq()
+    wanted = load(write(tmp_path / "awq", tensors, 1, config()), SHAPE).dequantize()
+    of_auto_round = quantized_config("auto-round", bits=4, group_size=GROUP, packing_format="auto_round:auto_awq")
+    check(write(tmp_path / "model", tensors, 1, of_auto_round), wanted, "cpu_weight_only_mm", 4.75)
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    ({"version": "gemv"}, "AWQ of version 'gemv' is not read, only 'gemm'"),
+    ({"bits": 3}, "AWQ of 3 bits is not read, only 4"),
+])  # fmt: skip
+def test_other_packings_are_refused_by_name(more: dict[str, object], says: str, tmp_path: Path) -> None:
+    refused(folder_of_awq(tmp_path, layer_of_awq(), **more), SHAPE, f"model: {says}")
+
+
+@pytest.mark.parametrize("name", ["qzeros", "scales"])
+def test_damage_is_named_of_awq(name: str, tmp_path: Path) -> None:
+    tensors = layer_of_awq()
+    tensors[f"layer.{name}"] = tensors[f"layer.{name}"][:, 1:]
+    refused(folder_of_awq(tmp_path, tensors), SHAPE, f"safetensors: layer.{name} has shape")
+    del tensors[f"layer.{name}"]
+    refused(folder_of_awq(tmp_path, tensors), SHAPE, f"model: layer.{name} is missing")
+
+
+def test_the_configuration_of_former_versions(tmp_path: Path) -> None:
+    tensors = layer_of_awq()
+    wanted = load(write(tmp_path / "new", tensors, 1, config()), SHAPE).dequantize()
+    former = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
+    settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
+    (former / "quant_config.json").write_text(json.dumps(settings))
+    assert torch.equal(load(former, SHAPE).dequantize(), wanted)
