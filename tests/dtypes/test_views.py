@@ -138,13 +138,10 @@ def test_rows_by_index(name: str, index: Tensor) -> None:
     assert torch.equal(functional.embedding(index % 32, w), w.dequantize()[index])
 
 
-def test_columns_by_index() -> None:
+def test_indices_and_empty_tensors() -> None:
     index = torch.tensor([63, 1, -1])
     check_exact(lambda w: w[:, index], quantized("int8 row"))
     refuses("index_select along axis 1 cuts blocks of 32", lambda: quantized("uint4 group")[:, index])
-
-
-def test_wrong_indices_fail_as_on_a_plain_tensor() -> None:
     w = quantized("int8 row")
     for operation in [
         lambda w: w[torch.tensor([32])],
@@ -159,6 +156,16 @@ def test_wrong_indices_fail_as_on_a_plain_tensor() -> None:
         with pytest.raises((IndexError, RuntimeError)):
             operation(w)
     refuses("takes one 1-d index tensor", lambda: w[torch.ones(32, 64, dtype=torch.bool)], NotImplementedError)
+    for name in ["int8 row", "int8 tensor", "uint4 group"]:
+        w = quantized(name)[:0]
+        for operation in [
+            lambda w: w.t(),
+            lambda w: w[None],
+            lambda w: w.view(0, 2, 32),
+            lambda w: w.view(-1),
+            lambda w: w[torch.tensor([], dtype=torch.int64)],
+        ]:
+            check_exact(operation, w)
 
 
 def test_what_cuts_blocks_says_so() -> None:
@@ -188,19 +195,6 @@ def test_parts_that_share_scales_join_again(name: str) -> None:
     joined = torch.cat([whole[:, :24], whole[:, 24:]], dim=1)
     assert torch.equal(joined.dequantize(), whole.dequantize())
     assert joined.scheme.activation == whole.scheme.activation
-
-
-def test_empty_tensors() -> None:
-    for name in ["int8 row", "int8 tensor", "uint4 group"]:
-        w = quantized(name)[:0]
-        for operation in [
-            lambda w: w.t(),
-            lambda w: w[None],
-            lambda w: w.view(0, 2, 32),
-            lambda w: w.view(-1),
-            lambda w: w[torch.tensor([], dtype=torch.int64)],
-        ]:
-            check_exact(operation, w)
 
 
 # ----------------------------------------------------------------------- property: exact, or ValueError

@@ -46,8 +46,7 @@ def test_a_bijection_on_every_size(spec: QuantSpec, shape: list[int], zeros: flo
 def test_bytes(spec: QuantSpec, n: int, k: int, row: int) -> None:
     """5 bits a code, K padded to 16, and a scale in fp32 for each row."""
     w = AffineQuantizedTensor.from_float(prune_2_4(torch.randn(n, k)), LinearSpec(spec, layout=SEMI_SPARSE))
-    assert w.shape == (n, k)
-    assert w.qdata.nbytes == n * row
+    assert (w.shape, w.qdata.nbytes) == ((n, k), n * row)
     assert w.nbytes == n * (row + 4)
 
 
@@ -69,7 +68,7 @@ def test_views_that_leave_the_axis_whole_stay_packed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_views_that_cut_the_axis_are_plain(name: str) -> None:
+def test_views_and_writes(name: str) -> None:
     """Whether what they leave is 2:4 depends on the codes, and the layout of a view must not."""
     w = quantized(name)
     d = w.dequantize()
@@ -81,28 +80,13 @@ def test_views_that_cut_the_axis_are_plain(name: str) -> None:
     ]:
         assert view(w).scheme.layout == PlainLayout()
         assert torch.equal(view(w).dequantize(), view(d))
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_copying_in(name: str) -> None:
-    """What is 2:4 can be written into it; what is not is an error, and nothing is written."""
+    # What is 2:4 can be written into it; what is not is an error, and nothing is written.
     w = quantized(name)
     before, values = w.dequantize(), prune_2_4(torch.randn(32, 64))
     refuses("runs of four have more than two that are not zero; prune the weight", lambda: w.copy_(torch.randn(32, 64)))
     assert torch.equal(w.dequantize(), before)
     w.copy_(values)
     assert same_bits(w, AffineQuantizedTensor.from_float(values, SPECS[name]))
-
-
-def test_what_it_cannot_hold() -> None:
-    def make(weight: torch.Tensor, spec: QuantSpec) -> None:
-        AffineQuantizedTensor.from_float(weight, LinearSpec(spec, layout=SEMI_SPARSE))
-
-    refuses(r"\(32, 64\) are not 2:4 sparse along axis -1: 512 of 512 runs", lambda: make(torch.ones(32, 64), INT8))
-    pruned = prune_2_4(torch.randn(32, 64))
-    refuses("packs int8 and float8_e4m3fn codes, the weight has int4", lambda: make(pruned, QuantSpec("int4")))
-    with pytest.raises(ValueError, match=r"without zero point, whose zeros have the code zero, got int8 P.* asymm"):
-        make(pruned, QuantSpec("int8", mapping=MappingType.ASYMMETRIC))
 
 
 def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,13 +177,7 @@ def test_pruning_a_normal_weight(dtype: torch.dtype) -> None:
     assert 8 < compute_error(weight, pruned) < 10
 
 
-def test_what_is_pruned_is_a_positive_zero() -> None:
-    pruned = prune_2_4(-torch.arange(1.0, 9))
-    assert pruned.tolist() == [0, 0, -3, -4, 0, 0, -7, -8]
-    assert not pruned[:2].signbit().any()
-
-
-def test_is_2_4() -> None:
+def test_what_is_held_and_the_format() -> None:
     assert is_2_4(torch.tensor([0, 1, 2, 0, 3, 0, 0, 4]))
     # Runs start at multiples of four.
     assert not is_2_4(torch.tensor([1, 2, 3, 0]))
@@ -208,6 +186,31 @@ def test_is_2_4() -> None:
     assert not is_2_4(torch.tensor([0, 0, 0, 0, 1, 1, 1]))
     assert is_2_4(torch.tensor([-0.0, 1, 2, -0.0])), "a negative zero is zero"
     assert is_2_4(torch.empty(3, 0))
+
+    def make(weight: torch.Tensor, spec: QuantSpec) -> None:
+        AffineQuantizedTensor.from_float(weight, LinearSpec(spec, layout=SEMI_SPARSE))
+
+    refuses(r"\(32, 64\) are not 2:4 sparse along axis -1: 512 of 512 runs", lambda: make(torch.ones(32, 64), INT8))
+    pruned = prune_2_4(torch.randn(32, 64))
+    refuses("packs int8 and float8_e4m3fn codes, the weight has int4", lambda: make(pruned, QuantSpec("int4")))
+    with pytest.raises(ValueError, match=r"without zero point, whose zeros have the code zero, got int8 P.* asymm"):
+        make(pruned, QuantSpec("int8", mapping=MappingType.ASYMMETRIC))
+    # 16 codes: the first of each run, the second of each, then the positions, as `pack_bits` has them.
+    codes = torch.tensor([0, 9, 0, 8, 7, 6, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0], dtype=torch.int8)
+    # Items 2 of `pack_bits` of 8 codes at 2 bits, G = 1: byte i holds codes 4 i .. 4 i + 3, the first lowest.
+    firsts, seconds = 1 | 0 << 2 | 0 << 4 | 0 << 6, 3 | 1 << 2 | 2 << 4 | 1 << 6
+    assert pack_2_4(codes).tolist() == [9, 7, 0, 0, 8, 6, 5, 0, firsts, seconds]
+    pruned = prune_2_4(-torch.arange(1.0, 9))
+    assert pruned.tolist() == [0, 0, -3, -4, 0, 0, -7, -8]
+    assert not pruned[:2].signbit().any()
+    codes = torch.ones(2, 8, dtype=torch.int8)
+    codes[1, 4:6] = 0
+    with pytest.raises(ValueError, match=r"\(2, 8\) are not 2:4 sparse along axis -1: 3 of 8 runs of four have more"):
+        pack_2_4(codes)
+    with pytest.raises(ValueError, match="more than two that are not zero"):
+        pack_2_4(torch.tensor([1.0, 2.0, -0.0, 0.0]).to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"17 codes, 2:4 sparse, take 20 bytes, axis -1 of \(3, 10\) has 10"):
+        unpack_2_4(torch.zeros(3, 10, dtype=torch.uint8), 17, torch.int8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -234,22 +237,3 @@ def test_unpack_is_the_inverse_of_pack(shape: list[int], axis: int, dtype: torch
     assert packed.dtype == torch.uint8
     assert packed.shape[axis] == packed_length_2_4(length) == -(-length // 16) * 10
     assert torch.equal(unpack_2_4(packed, length, dtype, axis).view(torch.uint8), codes)
-
-
-def test_the_format() -> None:
-    """16 codes: the first of each run, the second of each, then the positions, as `pack_bits` has them."""
-    codes = torch.tensor([0, 9, 0, 8, 7, 6, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0], dtype=torch.int8)
-    # Items 2 of `pack_bits` of 8 codes at 2 bits, G = 1: byte i holds codes 4 i .. 4 i + 3, the first lowest.
-    firsts, seconds = 1 | 0 << 2 | 0 << 4 | 0 << 6, 3 | 1 << 2 | 2 << 4 | 1 << 6
-    assert pack_2_4(codes).tolist() == [9, 7, 0, 0, 8, 6, 5, 0, firsts, seconds]
-
-
-def test_errors() -> None:
-    codes = torch.ones(2, 8, dtype=torch.int8)
-    codes[1, 4:6] = 0
-    with pytest.raises(ValueError, match=r"\(2, 8\) are not 2:4 sparse along axis -1: 3 of 8 runs of four have more"):
-        pack_2_4(codes)
-    with pytest.raises(ValueError, match="more than two that are not zero"):
-        pack_2_4(torch.tensor([1.0, 2.0, -0.0, 0.0]).to(torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match=r"17 codes, 2:4 sparse, take 20 bytes, axis -1 of \(3, 10\) has 10"):
-        unpack_2_4(torch.zeros(3, 10, dtype=torch.uint8), 17, torch.int8)
