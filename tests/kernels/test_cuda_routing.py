@@ -94,7 +94,7 @@ def without(monkeypatch):
     return hide
 
 
-def test_without_triton_there_is_a_reason(without):
+def test_features_reasons_and_refusals(monkeypatch, without):
     without("triton")
     for recipe, kernel in (
         (qtorch.int8_weight_only(), "weight_only_mm"),
@@ -104,19 +104,8 @@ def test_without_triton_there_is_a_reason(without):
         problem = problem_of(recipe)
         assert choose(problem).name == kernel
         assert "no triton" in [reason for _, reason in candidates(problem)]
-
-
-def test_on_gpus_without_float8_products(without):
     without("float8")
     assert choose(problem_of(qtorch.float8_dynamic_activation_float8_weight())).name == "emulated_scaled_mm"
-
-
-def reason(kernel, spec, shape=(64, 128), dtype=torch.bfloat16, view=lambda weight: weight):
-    weight = view(AffineQuantizedTensor.from_float(torch.randn(shape).bfloat16(), spec))
-    return {k.name: why for k, why in candidates(Problem("linear", weight.scheme, dtype, "cuda"))}[kernel]
-
-
-def test_what_they_refuse():
     token = QuantSpec("int8", PerRow(), quant_min=-127)
     int4 = LinearSpec(QuantSpec("int4", PerGroup(32)), layout=PackedLayout())
     assert "transposed" in reason("cuda_weight_mm", int4, view=lambda weight: weight.t())
@@ -130,9 +119,6 @@ def test_what_they_refuse():
     assert "float8_e5m2 by float8_e5m2" in reason("float8_scaled_mm", LinearSpec(e5m2, e5m2))
     grouped = replace(e5m2, dtype="float8_e4m3fn", granularity=PerGroup(32))
     assert "whole rows or tensors" in reason("float8_scaled_mm", LinearSpec(grouped, e5m2))
-
-
-def test_features(monkeypatch):
     features._cuda_lacks.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -143,6 +129,11 @@ def test_features(monkeypatch):
     monkeypatch.setattr(features, "_importable", lambda name: False)
     assert features.cuda_lacks("triton") == "needs triton, which is not installed"
     features._cuda_lacks.cache_clear()
+
+
+def reason(kernel, spec, shape=(64, 128), dtype=torch.bfloat16, view=lambda weight: weight):
+    weight = view(AffineQuantizedTensor.from_float(torch.randn(shape).bfloat16(), spec))
+    return {k.name: why for k, why in candidates(Problem("linear", weight.scheme, dtype, "cuda"))}[kernel]
 
 
 OF_EXPERTS = {"experts_weight_mm", "experts_int8_mm"}
@@ -188,22 +179,16 @@ def test_shipped_tables(path, tmp_path):
     assert "measured" in json.loads(path.read_text())
 
 
-def test_the_nearest_entry():
+def test_tables_and_entries(monkeypatch):
     mine = table(f={1: {"block_m": 16}, 64: {"block_m": 64}})
     assert mine.nearest("f", "int8", (4, 64, 64)).block_m == 16
     assert mine.nearest("f", "int8", (32, 64, 64)).block_m == 64
     assert mine.nearest("f", "int4", (1, 4096, 64)).block_m == 16, "of another dtype rather than none"
     assert mine.nearest("g", "int8", (1, 64, 64)) is None
-
-
-def test_rows_are_rounded_up():
     assert find("int8_scaled_mm", "int8", (3000, 4096, 4096)) == find("int8_scaled_mm", "int8", (4096, 4096, 4096))
     assert find("no such op", "int8", (1, 1, 1)) == LaunchConfig()
 
-
-def test_the_table_of_a_gpu(monkeypatch):
-    """Its own by name, else that of the nearest size with the same capability, else the default."""
-
+    # Its own by name, else that of the nearest size with the same capability, else the default.
     def on(name, major, minor, multiprocessors):
         launch_config.tables.cache_clear()
         properties = type("P", (), {"name": name, "major": major, "minor": minor,
@@ -225,13 +210,10 @@ def test_a_table_of_ones_own_comes_first(monkeypatch, tmp_path):
     assert find("tile_scaled_mm", "int8", (4096, 4096, 4096)) != LaunchConfig()
 
 
-def test_forced():
+def test_forced_and_nothing_is_timed_unasked():
     with forced(LaunchConfig(64), num_warps=8):
         assert find("f", "int8", (1, 1, 1)) == LaunchConfig(64, num_warps=8)
     assert find("f", "int8", (1, 1, 1)) == LaunchConfig()
-
-
-def test_nothing_is_timed_unasked():
     ran = []
     with record_kernels() as recorded:
         launch("f", "int8", (1, 1, 1), ran.append, [LaunchConfig(64)], torch.device("cuda"))

@@ -6,22 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PlainLayout,
-    QuantSpec,
-)
+from qtorch import AffineQuantizedTensor, MappingType, PerBlock, PerGroup, PerRow, PerTensor, PlainLayout, QuantSpec
 from qtorch import SemiSparseLayout as SemiSparse
 from qtorch.kernels import features, record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.weight_only_mm import slice_length
-from qtorch.primitives import ZeroPointDomain, compute_error, prune_2_4
+from qtorch.primitives import LinearSpec, ZeroPointDomain, compute_error, prune_2_4
 from tests.kernels.quantized_weights import ASYMMETRIC_TOKEN, TOKEN
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")

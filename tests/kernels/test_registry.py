@@ -16,16 +16,7 @@ from torch.nn import functional
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerBlock, PerGroup, QuantSpec, TensorCoreTiledLayout
 from qtorch.kernels import FallbackError, deregister, int_matmul, lookup, record_kernels, register
-from qtorch.kernels.custom_ops import (
-    _implementations,
-    _opaque,
-    by_device,
-    implement,
-    implementations,
-    note,
-    opaque,
-    portable,
-)
+from qtorch.kernels.custom_ops import _opaque, by_device, implement, implementations, note, opaque, portable
 from qtorch.kernels.registry import Problem, candidates, choose
 from qtorch.primitives import ZeroPointDomain
 from qtorch.primitives.layouts.packed import pack_codes
@@ -56,13 +47,31 @@ def kernel():
         deregister("linear", name)
 
 
-def test_the_highest_priority_runs(weight, kernel):
+def test_priorities_candidates_and_ties(weight, kernel):
     kernel("low", priority=50)
     kernel("higher", priority=60)
     with record_kernels() as ran:
         y = functional.linear(torch.randn(2, 16), weight)
     assert ran == ["linear:higher"]
     assert (y == 6).all()
+    kernel("one", priority=70)
+    kernel("two", priority=70)
+    with pytest.raises(RuntimeError, match=r"one and two both take linear on weight int8 .* with priority 70"):
+        functional.linear(torch.randn(2, 16), weight)
+    asked = []
+    kernel("counting", priority=50, supports=lambda problem: asked.append(problem) or "no")
+    for _ in range(3):
+        functional.linear(torch.randn(2, 16), weight)
+    assert len(asked) == 1
+    functional.linear(torch.randn(2, 16).bfloat16(), weight.bfloat16())
+    assert len(asked) == 2, "another dtype is another problem"
+    kernel("mine", priority=50)
+    refuses("linear has a kernel named mine already", lambda: kernel("mine"))
+    refuses("linear has no kernel named nobody", lambda: deregister("linear", "nobody"))
+    with pytest.raises(NotImplementedError, match="no kernel registered for the operation 'fft'"):
+        lookup("fft", weight.scheme, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="no setting strickt; it has strict"), qtorch.config.patch(strickt=True):
+        pass
 
 
 def test_a_kernel_that_rejects_is_passed_over(weight, kernel, torch_kernels):
@@ -97,40 +106,13 @@ two layouts: None""",
     )
 
 
-def test_a_tie_is_an_error(weight, kernel):
-    kernel("one", priority=50)
-    kernel("two", priority=50)
-    with pytest.raises(RuntimeError, match=r"one and two both take linear on weight int8 .* with priority 50"):
-        functional.linear(torch.randn(2, 16), weight)
-
-
-def test_candidates_are_asked_once(weight, kernel):
-    asked = []
-    kernel("counting", priority=50, supports=lambda problem: asked.append(problem) or "no")
-    for _ in range(3):
-        functional.linear(torch.randn(2, 16), weight)
-    assert len(asked) == 1
-    functional.linear(torch.randn(2, 16).bfloat16(), weight.bfloat16())
-    assert len(asked) == 2, "another dtype is another problem"
-
-
-def test_what_is_refused(weight, kernel):
-    kernel("mine", priority=50)
-    refuses("linear has a kernel named mine already", lambda: kernel("mine"))
-    refuses("linear has no kernel named nobody", lambda: deregister("linear", "nobody"))
-    with pytest.raises(NotImplementedError, match="no kernel registered for the operation 'fft'"):
-        lookup("fft", weight.scheme, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="no setting strickt; it has strict"), qtorch.config.patch(strickt=True):
-        pass
-
-
 def blocked(size: int) -> AffineQuantizedTensor:
     """A weight that only the reference takes: blocks over output channels, with quantized activations."""
     spec = LinearSpec(QuantSpec("int8", PerBlock((size, 8))), QuantSpec("int8"))
     return AffineQuantizedTensor.from_float(torch.randn(8, 16), spec)
 
 
-def test_fallback_is_said_once():
+def test_fallbacks_and_the_implementation_of_the_device():
     weight, x = blocked(4), torch.randn(2, 16)
     with warnings.catch_warnings(record=True) as caught, record_kernels() as ran:
         warnings.simplefilter("always")
@@ -145,20 +127,37 @@ def test_fallback_is_said_once():
     )
     reason = "int8_scaled_mm takes a scale of its own for each output channel, the weight has PerBlock(sizes=(4, 8))"
     assert reason in ours[0].partition("slow: ")[2].split("; ")
-
-
-def test_strict_makes_falling_back_an_error():
     weight, x = blocked(2), torch.randn(2, 16)
     with qtorch.config.patch(strict=True), pytest.raises(FallbackError, match="runs the reference implementation"):
         functional.linear(x, weight)
     with pytest.warns(UserWarning, match="runs the reference implementation"):
         functional.linear(x, weight)
+    x = torch.arange(3.0)
+    for result in routes(_test_scale, x, 2):
+        assert torch.equal(result, x * 2 + 1)
+    for result in routes(_test_shift, x, 2.0):
+        assert torch.equal(result, x - 2)
+    with record_kernels() as ran:
+        _test_scale(x, 2)
+        torch.ops.qtorch._test_scale(x, 2)
+    assert ran == ["_test_scale", "_test_scale.cpu"] * 2
+    x = torch.arange(3.0, device="meta")
+    with record_kernels() as ran:
+        assert _test_scale(x, 2).is_meta
+    assert ran == ["_test_scale"]
+    assert portable(_test_shift)(torch.ones(1), 2.0).item() == 3
+    assert {"_test_scale@cpu", "_test_shift@cpu", "int8_product@cpu"} <= set(implementations())
+    assert len(implementations()) == len(set(implementations()))
+    refuses("no operation is named nothing", lambda: implement("nothing", "cpu")(_scale_on_cpu))
+    refuses("_test_scale has an implementation for cpu already", lambda: implement("_test_scale", "cpu")(_scale_on_cpu))
+    implement("_test_scale", "cpu", where=False)(_scale_on_cpu)
+    refuses("an operation is named _test_scale already", lambda: opaque(torch.empty_like)(portable(_test_scale)))
 
 
 KERNELS = Path(qtorch.__file__).parent / "kernels"
 
 
-def test_records_nest_and_end():
+def test_records_nest_and_know_opaque_operators():
     with record_kernels() as outer:
         note("a")
         with record_kernels() as inner:
@@ -167,17 +166,11 @@ def test_records_nest_and_end():
     note("d")
     assert outer == ["a", "b", "c"]
     assert inner == ["b"]
-
-
-def test_equal_records_are_told_apart():
     with record_kernels() as outer:
         with record_kernels():
             pass
         note("a")
     assert outer == ["a"]
-
-
-def test_opaque_operators_are_recorded_from_compiled_graphs():
     a = torch.randint(-9, 9, (3, 4), dtype=torch.int8)
     compiled = torch.compile(lambda a, b: int_matmul(a, b) + 1, fullgraph=True, backend="aot_eager")
     with record_kernels() as ran:
@@ -219,38 +212,6 @@ def routes(function, *args):
     yield torch.compile(lambda *args: function(*args) * 1, fullgraph=True, backend="aot_eager")(*args)
 
 
-def test_an_operation_runs_the_implementation_of_the_device():
-    x = torch.arange(3.0)
-    for result in routes(_test_scale, x, 2):
-        assert torch.equal(result, x * 2 + 1)
-    for result in routes(_test_shift, x, 2.0):
-        assert torch.equal(result, x - 2)
-    with record_kernels() as ran:
-        _test_scale(x, 2)
-        torch.ops.qtorch._test_scale(x, 2)
-    assert ran == ["_test_scale", "_test_scale.cpu"] * 2
-
-
-def test_other_devices_run_the_portable_code():
-    x = torch.arange(3.0, device="meta")
-    with record_kernels() as ran:
-        assert _test_scale(x, 2).is_meta
-    assert ran == ["_test_scale"]
-    assert portable(_test_shift)(torch.ones(1), 2.0).item() == 3
-
-
-def test_implementations_are_listed_once():
-    assert {"_test_scale@cpu", "_test_shift@cpu", "int8_product@cpu"} <= set(implementations())
-    assert len(implementations()) == len(set(implementations()))
-
-
-def test_what_implement_refuses():
-    refuses("no operation is named nothing", lambda: implement("nothing", "cpu")(_scale_on_cpu))
-    refuses("_test_scale has an implementation for cpu already", lambda: implement("_test_scale", "cpu")(_scale_on_cpu))
-    implement("_test_scale", "cpu", where=False)(_scale_on_cpu)
-    refuses("an operation is named _test_scale already", lambda: opaque(torch.empty_like)(portable(_test_scale)))
-
-
 TYPES = {
     "Tensor": "Tensor",
     "Tensor | None": "Optional[Tensor]",
@@ -277,7 +238,7 @@ def _text(annotation: object) -> str:
 def test_the_schema_of_an_operator_is_its_signature(name):
     """And so is that of each of its implementations."""
     schema = getattr(torch.ops.qtorch, name).default._schema
-    for function in (_opaque[name], *_implementations[name].values()):
+    for function in (_opaque[name], *qtorch.kernels.custom_ops._implementations[name].values()):
         parameters = inspect.signature(function).parameters.values()
         assert [p.name for p in parameters] == [a.name for a in schema.arguments]
         assert [TYPES[_text(p.annotation)] for p in parameters] == [

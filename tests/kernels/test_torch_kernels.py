@@ -1,24 +1,17 @@
-"""Products that kernels of torch compute: int4 in tiles (tinygemm), and float8."""
+"""Products that kernels of torch compute: int8 in int32, int4 in tiles (tinygemm), and float8."""
+
+import importlib
 
 import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    LinearSpec,
-    MappingType,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    TensorCoreTiledLayout,
-)
-from qtorch.kernels import features, record_kernels
+from qtorch import AffineQuantizedTensor, MappingType, PerGroup, PerRow, PerTensor, QuantSpec, TensorCoreTiledLayout
+from qtorch.kernels import features, int_matmul, int_scaled_matmul, record_kernels
 from qtorch.kernels.cuda.float8_scaled import float8_scaled_mm
 from qtorch.kernels.linear import reference
 from qtorch.kernels.linear.int4_tiled import MAX_ROWS
-from qtorch.primitives import ZeroPointDomain, compute_error
+from qtorch.primitives import LinearSpec, ZeroPointDomain, compute_error
 
 
 def layer(dtype: torch.dtype, n: int = 72, k: int = 160, group: int = 32, rows: int = 5):
@@ -58,12 +51,39 @@ def test_groups_and_sizes(n, k, group):
         assert compute_error(reference.linear(x, quantized, None), y) > (40 if dtype == torch.bfloat16 else 110)
 
 
-def test_another_input_dtype_than_the_scales():
+def test_scales_errors_and_longest_sums():
     """Weights quantized in fp32, activations in bf16, as under autocast: scales are rounded on the way."""
     x, _, quantized, _ = layer(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y = functional.linear(x, quantized)
     assert 35 < compute_error(reference.linear(x.bfloat16(), quantized, None), y) < 70
+    xq, xs, wq, ws = operands()
+    assert float8_scaled_mm(xq[:0], xs[:0], wq, ws, torch.float32).shape == (0, 20)
+    assert torch.equal(float8_scaled_mm(xq[:, :0], xs, wq[:, :0], ws, torch.float32), torch.zeros(5, 20))
+    xq, xs, wq, ws = operands()
+    with pytest.raises(ValueError, match=r"takes float8 \(M, K\) and \(N, K\), got \(5, 33\) of torch.float32"):
+        float8_scaled_mm(xq.float(), xs, wq, ws, torch.float32)
+    with pytest.raises(ValueError, match=r"got \(5, 33\) of torch.float8_e4m3fn and \(20, 32\)"):
+        float8_scaled_mm(xq, xs, wq[:, :32], ws, torch.float32)
+    with pytest.raises(ValueError, match=r"takes scales .* got \(4, 1\) and \(20, 1\) for M, N = \(5, 20\)"):
+        float8_scaled_mm(xq, xs[:4], wq, ws, torch.float32)
+    a, b = random_codes(40, 24)[::2, 4:20], random_codes(16, 9)
+    for other in (b, b.t().contiguous().t()):
+        assert torch.equal(int_matmul(a, other).long(), a.long() @ b.long())
+    a, b, scale = random_codes(3, 8), random_codes(8, 4), torch.rand(3, 1)
+    expected = (a.long() @ b.long()).float() * scale
+    torch.testing.assert_close(int_scaled_matmul(a, b, scale), expected, rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match=r"takes int8 matrices, got torch.uint8 and torch.int8"):
+        int_matmul(random_codes(2, 3).view(torch.uint8), random_codes(3, 2))
+    with pytest.raises(ValueError, match=r"takes \(M, K\) and \(K, N\), got \(2, 3\) and \(4, 2\)"):
+        int_matmul(random_codes(2, 3), random_codes(4, 2))
+    a, b = torch.full((2, 140_000), -128, dtype=torch.int8), torch.full((140_000, 3), -128, dtype=torch.int8)
+    assert (int_scaled_matmul(a, b, torch.ones(2, 1, dtype=torch.float64)) == 140_000 * 128 * 128).all()
+    with pytest.raises(ValueError, match="need not hold sums of 140000 products"):
+        int_matmul(a, b)
+    longest = module.int32_terms()
+    assert longest * 128 * 128 < 2**31 <= (longest + 1) * 128 * 128
+    assert (int_matmul(a[:, :longest], b[:longest]) == longest * 128 * 128).all()
 
 
 @pytest.mark.gpu
@@ -117,22 +137,6 @@ def test_arguments_of_the_hardware(rows, columns, dtype, monkeypatch):
         torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
 
 
-def test_empty():
-    xq, xs, wq, ws = operands()
-    assert float8_scaled_mm(xq[:0], xs[:0], wq, ws, torch.float32).shape == (0, 20)
-    assert torch.equal(float8_scaled_mm(xq[:, :0], xs, wq[:, :0], ws, torch.float32), torch.zeros(5, 20))
-
-
-def test_errors():
-    xq, xs, wq, ws = operands()
-    with pytest.raises(ValueError, match=r"takes float8 \(M, K\) and \(N, K\), got \(5, 33\) of torch.float32"):
-        float8_scaled_mm(xq.float(), xs, wq, ws, torch.float32)
-    with pytest.raises(ValueError, match=r"got \(5, 33\) of torch.float8_e4m3fn and \(20, 32\)"):
-        float8_scaled_mm(xq, xs, wq[:, :32], ws, torch.float32)
-    with pytest.raises(ValueError, match=r"takes scales .* got \(4, 1\) and \(20, 1\) for M, N = \(5, 20\)"):
-        float8_scaled_mm(xq, xs[:4], wq, ws, torch.float32)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("granularity", [PerRow(), PerTensor()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
@@ -148,3 +152,39 @@ def test_cuda_of_float8(rows, dtype, granularity):
     assert y.dtype == dtype
     assert compute_error(reference.linear(x, quantized, bias), y) > 38
     assert 24 < compute_error(functional.linear(x.float(), weight.float(), bias.float()), y) < 36
+
+
+module = importlib.import_module("qtorch.kernels.ops.int_matmul")
+
+SHAPES = [(1, 1, 1), (3, 1, 5), (3, 5, 7), (1, 1024, 4), (17, 1025, 3), (2, 4097, 33), (0, 8, 4), (4, 8, 0), (3, 0, 5)]
+
+
+def random_codes(*shape: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("m, k, n", SHAPES)
+@pytest.mark.parametrize("multiply", [int_matmul, module._sliced], ids=["chosen", "sliced"])
+def test_exact(m, k, n, multiply):
+    a, b = random_codes(m, k), random_codes(n, k).t()
+    result = multiply(a, b)
+    assert result.dtype == torch.int32
+    assert torch.equal(result.long(), a.long() @ b.long())
+
+
+@pytest.mark.parametrize("multiply", [int_matmul, module._sliced], ids=["chosen", "sliced"])
+def test_exact_at_the_largest_sums(multiply):
+    """Every product is 128 * 128: the case in which a slice of more than 1024 terms would leave fp32's integers."""
+    a, b = torch.full((2, 5000), -128, dtype=torch.int8), torch.full((5000, 3), -128, dtype=torch.int8)
+    assert (multiply(a, b) == 5000 * 128 * 128).all()
+    odd = b.clone()
+    odd[0] = -127
+    assert (multiply(a, odd) == 5000 * 128 * 128 - 128).all()
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+def test_the_choice_follows_the_processor(vnni, monkeypatch):
+    monkeypatch.setattr(features, "cpu_has", lambda feature: vnni)
+    with record_kernels() as ran:
+        int_matmul(random_codes(2, 8), random_codes(8, 2))
+    assert ran == ["int_matmul", "int_matmul.vnni" if vnni else "int_matmul.sliced"]

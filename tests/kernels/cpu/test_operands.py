@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qtorch import AffineQuantizedTensor, MappingType, ZeroPointDomain
+from qtorch import AffineQuantizedTensor, MappingType, PerAxis, PerBlock, ZeroPointDomain
 from qtorch.kernels import quantize_int8_rowwise, record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import portable
@@ -14,19 +14,7 @@ from qtorch.kernels.ops.block_mm import int8_block_mm
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product
 from qtorch.kernels.ops.quantize import quantize_dynamic, quantize_rows, quantize_weight
 from qtorch.kernels.ops.weight_only_mm import dequantize_codes
-from qtorch.primitives import (
-    AbsMaxRule,
-    Noise,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    Rounding,
-    mx_spec,
-    qdtype,
-)
+from qtorch.primitives import AbsMaxRule, Noise, PerGroup, PerRow, PerTensor, QuantSpec, Rounding, mx_spec, qdtype
 from qtorch.primitives.scale_rules import AbsMeanRule
 from qtorch.training.engine.numerics import float8, int8, integer
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
@@ -104,16 +92,12 @@ def check(x: Tensor, spec: QuantSpec, build: str) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_quantize(build: str, name: str) -> None:
+def test_quantize_also_what_is_not_finite(build: str, name: str) -> None:
     spec = SPECS[name]
     for shape, dtype in itertools.product(shapes_of(spec), (torch.float32, torch.bfloat16, torch.float16)):
         x = values(*shape, dtype)
         for order in orders(x)[: None if dtype is torch.float32 else 2]:
             check(order, spec, build)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_numbers_that_are_not_finite(build: str, name: str) -> None:
     x = values(64, 96)
     for i, value in enumerate(NOT_FINITE):
         x[7 * i, 40 * i] = value
@@ -185,7 +169,7 @@ def test_other_specs_run_in_torch(spec: QuantSpec) -> None:
 
 
 @NEEDS_LIBRARY
-def test_what_is_recorded_runs_in_torch() -> None:
+def test_what_runs_in_torch() -> None:
     """A scale has a gradient, where one is recorded; a compiler sees operators that it can fuse."""
     x = torch.randn(4, 32, requires_grad=True)
     spec = QuantSpec(qdtype("int8"), PerRow())
@@ -193,6 +177,16 @@ def test_what_is_recorded_runs_in_torch() -> None:
         assert quantize_rows(x, spec)[1].requires_grad
         torch.compile(lambda x: quantize_rows(x, spec)[0], backend="eager", fullgraph=True)(x.detach())
     assert ran == []
+    for size in (3, 2048):
+        with record_kernels() as ran:
+            int8_block_mm(codes(8, size), scale(8, 1), codes(8, size), scale(8, 1), torch.float32)
+        assert ran[:2] == ["int8_block_mm", "int8_block_mm.torch"]
+    spec = CHOSEN["groups"]
+    check_of_quantize_weight(torch.randn(24, 24).t(), spec, "quantize_weight.torch")
+    check_of_quantize_weight(torch.randn(0, 24), spec, "quantize_weight.torch")
+    check_of_quantize_weight(torch.randn(4, 24, dtype=torch.float64), spec, "quantize_weight.torch")
+    stochastic = QuantSpec("int8", PerRow(), rounding=Rounding.STOCHASTIC, eps=1e9)
+    check_of_quantize_weight(torch.randn(4, 24), stochastic, "quantize_weight.torch")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -251,14 +245,6 @@ def test_blocks_of_both(build: str, case: tuple[int, ...]) -> None:
             assert same(ours, expected), (dtype, a.stride(), b.stride())
 
 
-@NEEDS_LIBRARY
-def test_blocks_of_other_sizes_run_in_torch() -> None:
-    for size in (3, 2048):
-        with record_kernels() as ran:
-            int8_block_mm(codes(8, size), scale(8, 1), codes(8, size), scale(8, 1), torch.float32)
-        assert ran[:2] == ["int8_block_mm", "int8_block_mm.torch"]
-
-
 @pytest.mark.parametrize("shape", [(64, 96, 128), (1, 1, 1), (3, 1, 70), (1, 33, 5), (40, 130, 1500)])
 def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
@@ -271,13 +257,6 @@ def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
             assert f"scale_sums.{build}" in ran
             assert "int_matmul" in ran
             assert same(ours, int8_grouped_mm(x, xs, None, w, ws, None, dtype)), (dtype, xs.shape, ws.stride())
-
-
-@NEEDS_LIBRARY
-def test_a_result_is_no_view() -> None:
-    """Sums are scaled in the memory of the result, which is then changed like any other."""
-    y = int8_product(codes(4, 8), scale(4, 1), None, codes(4, 8), scale(4, 1), None, -1, torch.float32)
-    assert not y._is_view()
 
 
 ASYMMETRIC, NO_CLIPPING = MappingType.ASYMMETRIC, MappingType.SYMMETRIC_NO_CLIPPING_ERR
@@ -341,16 +320,6 @@ def test_other_specs_run_on_torch(name):
 
 
 @NEEDS_LIBRARY
-def test_other_tensors_run_on_torch():
-    spec = CHOSEN["groups"]
-    check_of_quantize_weight(torch.randn(24, 24).t(), spec, "quantize_weight.torch")
-    check_of_quantize_weight(torch.randn(0, 24), spec, "quantize_weight.torch")
-    check_of_quantize_weight(torch.randn(4, 24, dtype=torch.float64), spec, "quantize_weight.torch")
-    stochastic = QuantSpec("int8", PerRow(), rounding=Rounding.STOCHASTIC, eps=1e9)
-    check_of_quantize_weight(torch.randn(4, 24), stochastic, "quantize_weight.torch")
-
-
-@NEEDS_LIBRARY
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_block_that_holds_no_number_has_a_scale_of_nan(bad):
     weight = torch.randn(6, 48)
@@ -366,9 +335,12 @@ def test_a_block_that_holds_no_number_has_a_scale_of_nan(bad):
 
 
 @NEEDS_LIBRARY
-def test_from_float_uses_it():
+def test_from_float_uses_it_and_a_result_is_no_view():
     with record_kernels() as ran:
         AffineQuantizedTensor.from_float(torch.randn(8, 24), CHOSEN["groups"])
     library = compiled_library.library()
     assert library is not None
     assert ran == [f"quantize_weight.{library.instruction_set}"]
+    # Sums are scaled in the memory of the result, which is then changed like any other.
+    y = int8_product(codes(4, 8), scale(4, 1), None, codes(4, 8), scale(4, 1), None, -1, torch.float32)
+    assert not y._is_view()
