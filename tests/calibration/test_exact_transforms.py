@@ -19,19 +19,11 @@ from qtorch.calibration.transforms.propagation import ModelGraph
 from qtorch.calibration.transforms.rotate import hadamard, random_orthogonal
 from qtorch.calibration.transforms.work import Work, difference, find_wrong, outputs
 from qtorch.model.report import TransformReport
-from tests.calibration.transform_models import (
-    HIDDEN,
-    KV_HEADS,
-    WIDTH,
-    PreNorm,
-    RmsNorm,
-    of_transformers,
-    randomize,
-    tokens,
-)
+from tests.calibration import transform_models
+from tests.calibration.transform_models import HIDDEN, WIDTH, PreNorm, RmsNorm, of_transformers, randomize, tokens
 from tests.fast_part import slow_but
 
-KV = KV_HEADS * 8
+KV = transform_models.KV_HEADS * 8
 
 
 def folds_of(model: nn.Module, batch: Any) -> tuple[dict[str, Fold], dict[str, str]]:
@@ -53,11 +45,14 @@ def change(model: nn.Module, batch: Any, folds: list[Fold]) -> float:
     return difference(before, outputs(model, data, batch))
 
 
-@pytest.mark.parametrize(
+PRE_NORMS = pytest.mark.parametrize(
     "options",
     [{}, {"shift": 1.0}, {"repeat": True}, {"gated": True}, {"fused": True}],
     ids=["plain", "1 + w", "repeated k, v", "q and gate in one", "gate and up in one"],
 )
+
+
+@PRE_NORMS
 def test_folds_of_a_pre_norm_model_are_exact(options: dict[str, Any]) -> None:
     model, (batch, _) = PreNorm(**options).double().eval(), tokens()
     folds, refusals = folds_of(model, batch)
@@ -96,7 +91,7 @@ def test_models_of_transformers(name: str) -> None:
     assert change(model, batch, list(folds.values())) < (1e-10 if name in ("gpt2", "vit") else 5e-6)
 
 
-def test_experts_and_router_of_a_norm_are_all_divided() -> None:
+def test_what_is_divided_and_what_keeps_its_scale() -> None:
     model, batch = of_transformers("qwen2_moe")
     folds, _ = folds_of(model, batch)
     consumers = folds["model.layers.0.post_attention_layernorm.weight"].consumers
@@ -104,6 +99,18 @@ def test_experts_and_router_of_a_norm_are_all_divided() -> None:
     shared = {f"shared_expert.{name}_proj.weight" for name in ("gate", "up")} | {"shared_expert_gate.weight"}
     assert names == shared | {"gate.weight", "experts.gate_up_proj"}
     assert "model.layers.0.mlp.experts.gate_up_proj" in folds
+    model, x = randomize(OneNorm("some channels")).double(), torch.randn(3, 5, WIDTH).double()
+    folds, _ = folds_of(model, x)
+    assert folds["norm.weight"].free.tolist() == [False] + [True] * (WIDTH - 1)
+    assert change(model, x, list(folds.values())) < 1e-10
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(16, 8), nn.GELU()).double()
+    x = torch.randn(5, 8).double()
+    folds, _ = folds_of(model.eval(), x)
+    assert list(folds) == ["0.weight"]
+    assert set(folds["0.weight"].labels) == {"0.weight", "0.bias", "3.weight"}
+    assert change(model, x, list(folds.values())) < 1e-10
+    folds, _ = folds_of(nn.Sequential(ByExp(), nn.Linear(WIDTH, WIDTH)), torch.randn(3, WIDTH))
+    assert folds == {}
 
 
 class OneNorm(nn.Module):
@@ -160,13 +167,6 @@ def test_a_norm_with_a_reader_that_is_not_divided_is_not_folded(how: str) -> Non
     assert set(whole["norm.weight"].consumers) == {"first.weight", "second.weight"}
 
 
-def test_channels_that_something_else_reads_keep_their_scale() -> None:
-    model, x = randomize(OneNorm("some channels")).double(), torch.randn(3, 5, WIDTH).double()
-    folds, _ = folds_of(model, x)
-    assert folds["norm.weight"].free.tolist() == [False] + [True] * (WIDTH - 1)
-    assert change(model, x, list(folds.values())) < 1e-10
-
-
 class Looped(nn.Module):
     """One layer twice, and a head with the same input as the second time."""
 
@@ -192,25 +192,11 @@ def test_a_shared_norm_is_folded_where_all_its_uses_agree(tied: bool) -> None:
     assert change(model, x, list(folds.values())) < 1e-10
 
 
-def test_relu_between_layers() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(16, 8), nn.GELU()).double()
-    x = torch.randn(5, 8).double()
-    folds, _ = folds_of(model.eval(), x)
-    assert list(folds) == ["0.weight"]
-    assert set(folds["0.weight"].labels) == {"0.weight", "0.bias", "3.weight"}
-    assert change(model, x, list(folds.values())) < 1e-10
-
-
 class ByExp(RmsNorm):
     """The weight is not a factor: scales cannot go into it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.normalize(x, dim=-1) * self.weight.exp()
-
-
-def test_an_unknown_norm_is_left_alone() -> None:
-    folds, _ = folds_of(nn.Sequential(ByExp(), nn.Linear(WIDTH, WIDTH)), torch.randn(3, WIDTH))
-    assert folds == {}
 
 
 def test_a_wrong_fold_is_undone_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,11 +220,20 @@ def test_a_wrong_fold_is_undone_and_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert 30 < qtorch.compute_error(before(x), model(x)) < 60
 
 
-def test_bisection_finds_what_is_wrong() -> None:
+def test_bisection_and_a_wrong_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ([], [3], [0, 9], list(range(10))):
         assert find_wrong(range(10), lambda some, wrong=wrong: any(item in wrong for item in some)) == wrong
     together = find_wrong(range(4), lambda some: {1, 2} <= set(some))
     assert together == [0, 1, 2, 3]
+    module = importlib.import_module("qtorch.calibration.transforms.rotate")
+    monkeypatch.setattr(module, "_without_weight", lambda work, fold: {})
+    model = PreNorm(1).double().eval()
+    before = dict(model.named_parameters())
+    reports, change = apply(model, tokens()[0], rotate(values=False))
+    assert reports[0].action == "reverted"
+    assert "change by" in reports[0].detail
+    assert change == 0
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
 def apply(model: nn.Module, batch: Any, transform: Transform) -> tuple[list[TransformReport], float]:
@@ -263,11 +258,7 @@ def test_orthogonal_matrices_of_all_sizes(size: int) -> None:
     assert not torch.allclose(q, random_orthogonal(size, torch.Generator().manual_seed(1))[0])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"shift": 1.0}, {"repeat": True}, {"gated": True}, {"fused": True}],
-    ids=["plain", "1 + w", "repeated k, v", "q and gate in one", "gate and up in one"],
-)
+@PRE_NORMS
 def test_rotations_are_exact(options: dict[str, Any]) -> None:
     model = PreNorm(**options).double().eval()
     model.blocks[0].norm1.weight.data[0] = -options.get("shift", 0.0)  # a channel that the norm multiplies by 0
@@ -320,18 +311,6 @@ def test_a_model_that_cannot_be_rotated_is_left_alone(what: str, reason: str) ->
     reports, change = apply(model, tokens()[0], rotate(values=False))
     assert [item.action for item in reports] == ["not done"]
     assert reason in reports[0].detail
-    assert change == 0
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-
-
-def test_a_wrong_rotation_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("qtorch.calibration.transforms.rotate")
-    monkeypatch.setattr(module, "_without_weight", lambda work, fold: {})
-    model = PreNorm(1).double().eval()
-    before = dict(model.named_parameters())
-    reports, change = apply(model, tokens()[0], rotate(values=False))
-    assert reports[0].action == "reverted"
-    assert "change by" in reports[0].detail
     assert change == 0
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 

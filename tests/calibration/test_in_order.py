@@ -150,7 +150,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     assert model.training
 
 
-def test_padding_does_not_count() -> None:
+def test_padding_and_experts() -> None:
     model, data = Model(), batches()
     padded = []
     for x in data:
@@ -172,6 +172,15 @@ def test_padding_does_not_count() -> None:
             quantize_(quantized, observed(qtorch.int8_static_activation_int8_weight(), given, observer=observer))
             scales.append(torch.stack([p.act_scale.squeeze() for p in quantized.parameters() if p.dim() == 2]))
         torch.testing.assert_close(scales[0], scales[1], rtol=1e-4, atol=0)
+    estimate = quantize_(Experts(), {"weight": gptq(INT3, [torch.randn(8, 32)])}, dry_run=True).estimate
+    assert (estimate.statistics_bytes, estimate.blocks, estimate.stream_bytes) == (3 * 4 * 32 * 32, 0, 0)
+    report = quantize_(Model(), gptq(INT3, batches()), dry_run=True)
+    assert "calibration on 3 batches in 3 blocks: about " in str(report)
+    assert report.to_json()["estimate"]["blocks"] == 3
+    assert all(row.calibration is None and row.bytes_after < row.bytes_before for row in report.quantized)
+    assert quantize_(Model(), INT3, dry_run=True).estimate is None
+    with pytest.raises(ValueError, match="at least one batch"):
+        quantize_(Model(), gptq(INT3, []), dry_run=True)
 
 
 class Looped(nn.Module):
@@ -248,35 +257,32 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
         quantize_(kind(), {"weight": gptq(INT3, [x], strict=True)})
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: calibrated(gptq(INT3, []), []), "takes a recipe for inference"),
-        (
-            lambda: auto(qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), [], learn=AutoRound()),
-            "prunes weights, which learn=",
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: calibrated(gptq(INT3, []), []), "takes a recipe for inference"),
+    (
+        lambda: auto(qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), [], learn=AutoRound()),
+        "prunes weights, which learn=",
+    ),
+    (lambda: gptq(INT3), "takes a recipe and batches"),
+    (
+        lambda: quantize_(Model(1), {"head": gptq(INT3, batches()), "front": gptq(INT3, batches())}),
+        "take the same data",
+    ),
+    (lambda: quantize_(Model(1), gptq(INT3, [])), "at least one batch"),
+    (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs .*float32 \(4, 9, 16\); write \["),
+    (lambda: quantize_(Model(1), gptq(INT3, "text")), "a list of inputs of the model, got 'text'"),
+    (lambda: quantize_(Model(1), gptq(INT3, [*batches(), torch.ones(1, 0, 16)])), "batch 3 is empty"),
+    (
+        lambda: quantize_(
+            Model(1), gptq(INT3, [{"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 4)}])
         ),
-        (lambda: gptq(INT3), "takes a recipe and batches"),
-        (
-            lambda: quantize_(Model(1), {"head": gptq(INT3, batches()), "front": gptq(INT3, batches())}),
-            "take the same data",
-        ),
-        (lambda: quantize_(Model(1), gptq(INT3, [])), "at least one batch"),
-        (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs .*float32 \(4, 9, 16\); write \["),
-        (lambda: quantize_(Model(1), gptq(INT3, "text")), "a list of inputs of the model, got 'text'"),
-        (lambda: quantize_(Model(1), gptq(INT3, [*batches(), torch.ones(1, 0, 16)])), "batch 3 is empty"),
-        (
-            lambda: quantize_(
-                Model(1), gptq(INT3, [{"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 4)}])
-            ),
-            r"batch 0 has a mask of shape \(2, 4\)",
-        ),
-        (
-            lambda: quantize_(Model(1), gptq(INT3, [{"x": batches()[0], "attention_mask": torch.zeros(4, 9)}])),
-            "no token counts",
-        ),
-    ],
-)
+        r"batch 0 has a mask of shape \(2, 4\)",
+    ),
+    (
+        lambda: quantize_(Model(1), gptq(INT3, [{"x": batches()[0], "attention_mask": torch.zeros(4, 9)}])),
+        "no token counts",
+    ),
+])  # fmt: skip
 def test_what_cannot_be_calibrated_is_named(call: Callable[[], object], words: str) -> None:
     refuses(words, call)
 
@@ -329,14 +335,13 @@ def expected_warning(words: str, expected: bool) -> AbstractContextManager[Any]:
     return pytest.warns(UserWarning, match=words) if expected else nullcontext()
 
 
-def test_memory_is_counted_from_shapes() -> None:
+def test_memory_and_time_are_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = Model(), batches(3)
     before = bits(model)
     estimate = quantize_(model, gptq(INT3, data), dry_run=True).estimate
     assert (estimate.batches, estimate.blocks) == (3, 3)
     # `down` has 64 inputs; gate and up share one moment. `down` is (32, 64).
-    assert estimate.statistics_bytes == 4 * 64 * 64
-    assert estimate.work_bytes == 4 * (2 * 64 * 64 + 5 * 32 * 64)
+    assert (estimate.statistics_bytes, estimate.work_bytes) == (4 * 64 * 64, 4 * (2 * 64 * 64 + 5 * 32 * 64))
     assert estimate.stream_bytes == 3 * 3 * (4 * 9 * 32 * 4)
     assert estimate.peak_bytes == estimate.statistics_bytes + estimate.work_bytes + estimate.stream_bytes
     of_both = quantize_(model, auto(INT3, data), dry_run=True).estimate
@@ -344,26 +349,7 @@ def test_memory_is_counted_from_shapes() -> None:
     assert of_both.stream_bytes == 2 * estimate.stream_bytes
     assert all(torch.equal(tensor, before[name]) for name, tensor in bits(model).items())
     assert model.training
-
-
-def test_experts_have_statistics_each() -> None:
-    estimate = quantize_(Experts(), {"weight": gptq(INT3, [torch.randn(8, 32)])}, dry_run=True).estimate
-    assert estimate.statistics_bytes == 3 * 4 * 32 * 32
-    assert (estimate.blocks, estimate.stream_bytes) == (0, 0)
-
-
-def test_the_report_says_it() -> None:
-    report = quantize_(Model(), gptq(INT3, batches()), dry_run=True)
-    assert "calibration on 3 batches in 3 blocks: about " in str(report)
-    assert report.to_json()["estimate"]["blocks"] == 3
-    assert all(row.calibration is None and row.bytes_after < row.bytes_before for row in report.quantized)
-    assert quantize_(Model(), INT3, dry_run=True).estimate is None
-    with pytest.raises(ValueError, match="at least one batch"):
-        quantize_(Model(), gptq(INT3, []), dry_run=True)
-
-
-def test_time_is_what_one_weight_took_scaled_by_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of which each reading is a second later."""
+    # By a clock of which each reading is a second later.
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     model, data = Model(), batches(3)

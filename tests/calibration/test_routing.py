@@ -138,7 +138,7 @@ def test_auto_on_a_mixture_is_no_worse_than_nearest(all_experts: bool) -> None:
     assert 0 < errors[1] < errors[0]
 
 
-def test_inputs_of_other_tokens_are_no_pairs() -> None:
+def test_forwards_of_modules_and_unknown_experts() -> None:
     a, other = torch.randn(6, 8), torch.randn(6, 8)
     near = a + 0.1 * other
     for parts, of_float, wanted in [
@@ -149,18 +149,29 @@ def test_inputs_of_other_tokens_are_no_pairs() -> None:
         ([a], [], [a]),
     ]:
         assert all(x is y for (_, x), y in zip(paired(parts, of_float), wanted, strict=True))
-
-
-def test_a_forward_of_the_module_itself_comes_back() -> None:
     module = nn.Linear(2, 2)
     own = module.forward
     vars(module)["forward"] = own
     with replaced_forwards({module: lambda x: x}):
         assert module(3) == 3
     assert vars(module)["forward"] is own
-
-
-pytest.importorskip("transformers")
+    model = Transposed()
+    weight = model.weight.detach().clone()
+    data = [torch.randn(20, 32)]
+    with pytest.raises(ValueError, match="products sum over another axis"):
+        quantize_(model, {"weight": gptq(INT4, data, strict=True)})
+    report = quantize_(model, {"weight": auto(INT4, data)})
+    (row,) = report.quantized
+    assert "products sum over another axis" in row.calibration.method
+    assert torch.equal(model.weight.dequantize(), INT4.apply(weight).dequantize())
+    model = Transposed()
+    x = torch.randn(200, 32)
+    wanted = model(x).detach()
+    report = quantize_(model, auto(INT4, [x]), targets=qtorch.find_uses(model, x))
+    (row,) = report.quantized
+    assert row.calibration.tokens == 200
+    assert 0 < row.calibration.error < row.calibration.nearest_error
+    assert 0 < float((model(x) - wanted).norm() / wanted.norm()) < 0.15
 
 
 INT4 = qtorch.intx_weight_only("int4", group_size=16)
@@ -259,26 +270,3 @@ class Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([x @ self.weight[0], x @ self.weight[1]])
-
-
-def test_experts_of_an_unknown_module_are_rounded_to_nearest_and_the_report_says_so() -> None:
-    model = Transposed()
-    weight = model.weight.detach().clone()
-    data = [torch.randn(20, 32)]
-    with pytest.raises(ValueError, match="products sum over another axis"):
-        quantize_(model, {"weight": gptq(INT4, data, strict=True)})
-    report = quantize_(model, {"weight": auto(INT4, data)})
-    (row,) = report.quantized
-    assert "products sum over another axis" in row.calibration.method
-    assert torch.equal(model.weight.dequantize(), INT4.apply(weight).dequantize())
-
-
-def test_experts_stored_the_other_way_around_are_calibrated_along_their_inputs() -> None:
-    model = Transposed()
-    x = torch.randn(200, 32)
-    wanted = model(x).detach()
-    report = quantize_(model, auto(INT4, [x]), targets=qtorch.find_uses(model, x))
-    (row,) = report.quantized
-    assert row.calibration.tokens == 200
-    assert 0 < row.calibration.error < row.calibration.nearest_error
-    assert 0 < float((model(x) - wanted).norm() / wanted.norm()) < 0.15

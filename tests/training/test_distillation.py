@@ -63,7 +63,7 @@ def plain(model: nn.Module) -> list[torch.Tensor]:
     return [p for p in model.parameters() if type(p) is nn.Parameter]
 
 
-def test_the_loss_of_logits() -> None:
+def test_losses_and_what_does_not_fit() -> None:
     student, teacher = torch.randn(3, 5, 11, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 5, 11)
     p, q = (functional.softmax(z.double() / 2, -1) for z in (teacher, student))
     each = 4 * (p * (p / q).log()).sum(-1)
@@ -73,13 +73,9 @@ def test_the_loss_of_logits() -> None:
     torch.testing.assert_close(distillation_loss(student, teacher, 2.0, mask).double(), wanted, rtol=1e-5, atol=1e-6)
     assert distillation_loss(teacher, teacher).abs() < 1e-6
     refuses("logits of one shape", lambda: distillation_loss(student, teacher[..., :4]))
-
-
-def test_what_does_not_fit() -> None:
     model = mlp()
     for wrong in ({"logits": 0.0}, {"hidden": -1.0}, {"temperature": 0.0}):
-        with pytest.raises(ValueError, match="Distillation: weights"):
-            Distillation(**wrong)
+        refuses("Distillation: weights", lambda wrong=wrong: Distillation(**wrong))
     refuses("matches no module", lambda: Teacher(model, "block"))
     with pytest.raises(ValueError, match=r"hidden states need Teacher\(model, layers="):
         distill(model, Teacher(model), Distillation(hidden=1.0), torch.randn(2, 64))
