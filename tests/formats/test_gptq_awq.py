@@ -9,15 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import (
-    convert_checkpoint,
-    int4_weight_only,
-    int8_weight_only,
-    intx_weight_only,
-    load_quantized,
-    quantize_,
-    save_quantized,
-)
+from qtorch import int4_weight_only, int8_weight_only, intx_weight_only, load_quantized, quantize_, save_quantized
 from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
 
 OUTPUTS, INPUTS = 32, 96
@@ -113,21 +105,27 @@ def test_planes_of_gptqmodel(bits: int, tmp_path: Path) -> None:
     check(made, decoded(tensors, bits, 32, 0, planar), "cpu_weight_only_mm", bits + 24 / 32)
 
 
-def test_the_last_group_may_be_shorter(tmp_path: Path) -> None:
+def test_groups_widths_and_borrows(tmp_path: Path) -> None:
     """Groups of 64 in rows of 96: parts of 32, with copies of the scale."""
     tensors = layer(4, 2)
     weight = check(folder(tmp_path, tensors, group_size=64), decoded(tensors, 4, 64, 0), "cpu_weight_only_mm", 5)
     assert weight.scheme.weight.granularity.group_size == 32
-
-
-def test_layers_of_other_widths_and_groups(tmp_path: Path) -> None:
-    """GPTQModel's `dynamic`: the shapes say what a layer has."""
+    # GPTQModel's `dynamic`: the shapes say what a layer has.
     tensors, of_layer = layer(8, 3), {"layer": {"bits": 8, "group_size": 32}}
     made = folder(tmp_path, tensors, group_size=96, dynamic=of_layer)
     check(made, decoded(tensors, 8, 32, 0), "cpu_weight_only_mm", 9)
+    # It subtracts whole words, so 0 - 1 borrows from the neighbour; adding the word gives all of them back.
+    tensors = layer(4, 3)
+    zeros = torch.randint(0, 16, (3, OUTPUTS))
+    zeros[0, :3] = torch.tensor([0, 5, 0])
+    words = (zeros.reshape(3, -1, 8) << (4 * torch.arange(8))).sum(-1)
+    tensors["layer.qzeros"] = (words - 0x11111111).to(torch.int32)
+    true = {**tensors, "layer.qzeros": words.to(torch.int32)}
+    weight = load(v1(tmp_path, tensors, meta={"quantizer": ["gptqmodel:4.0.0"]}), SHAPE)
+    assert torch.equal(weight.dequantize(), decoded(true, 4, 32, 0))
 
 
-def test_the_configuration_gives_the_dtype(tmp_path: Path) -> None:
+def test_what_the_configuration_says(tmp_path: Path) -> None:
     """bfloat16 models have scales in float16."""
     tensors = layer(4, 3)
     weight = load(folder(tmp_path, tensors, "bfloat16"), SHAPE)
@@ -135,6 +133,16 @@ def test_the_configuration_gives_the_dtype(tmp_path: Path) -> None:
     assert weight.inner_tensors["scale"].dtype is torch.float16
     exact = decoded({**tensors, "layer.scales": tensors["layer.scales"].float()}, 4, 32, 0)
     assert torch.equal(weight.dequantize(), exact.to(torch.bfloat16))
+    # In a file of its own, where config.json says nothing.
+    tensors = without_largest(layer(4, 3), 4)
+    made = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
+    (made / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
+    assert torch.equal(load(made, SHAPE).dequantize(), decoded(tensors, 4, 32, 1))
+    # AutoGPTQ stored one for every layer, also where the model has none.
+    tensors = {**layer(4, 3), "layer.bias": torch.zeros(OUTPUTS, dtype=torch.float16)}
+    load(folder(tmp_path, tensors), SHAPE)
+    tensors["layer.bias"][0] = 1
+    refused(folder(tmp_path, tensors), SHAPE, r"unexpected key layer.bias")
 
 
 PACKINGS = {"auto_round:auto_gptq": 1, "auto_round:gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}
@@ -145,26 +153,6 @@ def test_auto_round(packing: str, tmp_path: Path) -> None:
     tensors = without_largest(layer(4, 3), 4)
     made = folder(tmp_path, tensors, method="auto-round", packing_format=packing)
     check(made, decoded(tensors, 4, 32, PACKINGS[packing]), "cpu_weight_only_mm", 4.75)
-
-
-def test_a_bias_of_zeros_may_be_left_out(tmp_path: Path) -> None:
-    """AutoGPTQ stored one for every layer, also where the model has none."""
-    tensors = {**layer(4, 3), "layer.bias": torch.zeros(OUTPUTS, dtype=torch.float16)}
-    load(folder(tmp_path, tensors), SHAPE)
-    tensors["layer.bias"][0] = 1
-    refused(folder(tmp_path, tensors), SHAPE, r"unexpected key layer.bias")
-
-
-def test_gptqmodel_borrows_between_zero_points(tmp_path: Path) -> None:
-    """It subtracts whole words, so 0 - 1 borrows from the neighbour; adding the word gives all of them back."""
-    tensors = layer(4, 3)
-    zeros = torch.randint(0, 16, (3, OUTPUTS))
-    zeros[0, :3] = torch.tensor([0, 5, 0])
-    words = (zeros.reshape(3, -1, 8) << (4 * torch.arange(8))).sum(-1)
-    tensors["layer.qzeros"] = (words - 0x11111111).to(torch.int32)
-    true = {**tensors, "layer.qzeros": words.to(torch.int32)}
-    weight = load(v1(tmp_path, tensors, meta={"quantizer": ["gptqmodel:4.0.0"]}), SHAPE)
-    assert torch.equal(weight.dequantize(), decoded(true, 4, 32, 0))
 
 
 UNORDERED = (torch.arange(INPUTS, dtype=torch.int32) // 32).roll(7)
@@ -207,14 +195,6 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_packings_that_are_not_read_are_named(settings: dict[str, str], says: str, tmp_path: Path) -> None:
     refused(folder(tmp_path, layer(4, 3), **settings), SHAPE, says)
-
-
-def test_the_configuration_of_autogptq(tmp_path: Path) -> None:
-    """In a file of its own, where config.json says nothing."""
-    tensors = without_largest(layer(4, 3), 4)
-    made = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
-    (made / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
-    assert torch.equal(load(made, SHAPE).dequantize(), decoded(tensors, 4, 32, 1))
 
 
 BITS32 = torch.arange(32)
@@ -310,7 +290,7 @@ def test_one_kind_of_weight_and_zero_points_of_zero(tmp_path: Path) -> None:
     save_quantized(positive, own)
     with pytest.raises(ValueError, match=r"gptq: 0.weight has zero points of 0.*gptq_v2"):
         save_quantized(positive, tmp_path / "made", format="gptq")
-    convert_checkpoint(own, tmp_path / "v2", format="gptq", options={"checkpoint_format": "gptq_v2"})
+    qtorch.convert_checkpoint(own, tmp_path / "v2", format="gptq", options={"checkpoint_format": "gptq_v2"})
     assert torch.equal(by_formula(tmp_path / "v2", "0"), positive[0].weight.dequantize(torch.float32))
 
 
@@ -357,7 +337,7 @@ def outputs(words: Tensor) -> list[int]:
     return found
 
 
-def test_awq_by_plain_loops(tmp_path: Path) -> None:
+def test_awq_by_plain_loops_and_compressed_tensors(tmp_path: Path) -> None:
     tensors = layer_of_awq()
     codes, zeros = ([outputs(row) for row in tensors[f"layer.{name}"]] for name in ("qweight", "qzeros"))
     scales = tensors["layer.scales"].tolist()
@@ -366,9 +346,16 @@ def test_awq_by_plain_loops(tmp_path: Path) -> None:
         for o in range(AWQ_OUTPUTS)
     ]
     check(folder_of_awq(tmp_path, tensors), to_dtype(values, torch.float16), "cpu_weight_only_mm", 4.75)
-
-
-def test_awq_by_compressed_tensors(tmp_path: Path) -> None:
+    tensors = layer_of_awq()
+    wanted = load(write(tmp_path / "awq", tensors, 1, config()), SHAPE).dequantize()
+    of_auto_round = quantized_config("auto-round", bits=4, group_size=GROUP, packing_format="auto_round:auto_awq")
+    check(write(tmp_path / "model", tensors, 1, of_auto_round), wanted, "cpu_weight_only_mm", 4.75)
+    tensors = layer_of_awq()
+    wanted = load(write(tmp_path / "new", tensors, 1, config()), SHAPE).dequantize()
+    former = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
+    settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
+    (former / "quant_config.json").write_text(json.dumps(settings))
+    assert torch.equal(load(former, SHAPE).dequantize(), wanted)
     converters = pytest.importorskip("compressed_tensors.entrypoints.convert")
     compressors = pytest.importorskip("compressed_tensors.compressors")
     tensors = layer_of_awq()
@@ -379,13 +366,6 @@ def test_awq_by_compressed_tensors(tmp_path: Path) -> None:
     made = compressors.BaseCompressor.get_value_from_registry("pack-quantized").decompress(parts, scheme)
     weight = load(folder_of_awq(tmp_path, tensors), SHAPE)
     assert torch.equal(weight.dequantize(), made["weight"])
-
-
-def test_auto_round_in_the_packing_of_awq(tmp_path: Path) -> None:
-    tensors = layer_of_awq()
-    wanted = load(write(tmp_path / "awq", tensors, 1, config()), SHAPE).dequantize()
-    of_auto_round = quantized_config("auto-round", bits=4, group_size=GROUP, packing_format="auto_round:auto_awq")
-    check(write(tmp_path / "model", tensors, 1, of_auto_round), wanted, "cpu_weight_only_mm", 4.75)
 
 
 @pytest.mark.parametrize(("more", "says"), [
@@ -403,12 +383,3 @@ def test_damage_is_named_of_awq(name: str, tmp_path: Path) -> None:
     refused(folder_of_awq(tmp_path, tensors), SHAPE, f"safetensors: layer.{name} has shape")
     del tensors[f"layer.{name}"]
     refused(folder_of_awq(tmp_path, tensors), SHAPE, f"model: layer.{name} is missing")
-
-
-def test_the_configuration_of_former_versions(tmp_path: Path) -> None:
-    tensors = layer_of_awq()
-    wanted = load(write(tmp_path / "new", tensors, 1, config()), SHAPE).dequantize()
-    former = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
-    settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
-    (former / "quant_config.json").write_text(json.dumps(settings))
-    assert torch.equal(load(former, SHAPE).dequantize(), wanted)

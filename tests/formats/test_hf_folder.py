@@ -9,15 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qtorch import (
-    dequantize_,
-    int4_weight_only,
-    int8_weight_only,
-    load_quantized,
-    nf4_weight_only,
-    quantize_,
-    save_quantized,
-)
+import qtorch
+from qtorch import dequantize_, int8_weight_only, load_quantized, nf4_weight_only, quantize_, save_quantized
 from qtorch.checkpoint.folder_source import FloatFolder
 from qtorch.checkpoint.formats.transformers_folder import Index, cast, quantization_config, stored
 from qtorch.checkpoint.hf_folder import HFFolder
@@ -54,13 +47,10 @@ def test_a_plain_folder_loads_with_its_ties(shards: int, mmap: bool, tmp_path: P
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in wanted.items())
 
 
-def test_contents_are_known_without_the_data(tmp_path: Path) -> None:
+def test_contents_casts_and_what_a_folder_may_not_be(tmp_path: Path) -> None:
     with open_source(write(tmp_path, tensors(), 2)) as source:
         assert source.format == "transformers"
         assert source.contents("body.weight") == ((16, 16), torch.float32, 16 * 16 * 4, None)
-
-
-def test_what_a_configuration_says(tmp_path: Path) -> None:
     config = {"text_config": {"dtype": "bfloat16", "quantization_config": {"quant_method": "gptq"}}}
     with HFFolder(write(tmp_path, tensors(), config=config)) as folder:
         assert folder.dtype is torch.bfloat16
@@ -69,18 +59,28 @@ def test_what_a_configuration_says(tmp_path: Path) -> None:
     with HFFolder(tmp_path) as folder:
         assert folder.dtype is torch.float16
         assert folder.quantization_config == {}
-
-
-def test_an_unknown_method_is_named(tmp_path: Path) -> None:
-    write(tmp_path, tensors(), config={"quantization_config": {"quant_method": "eetq"}})
-    refuses(r"config.json: quant_method is 'eetq'; known: ", lambda: load_quantized(Tied(), tmp_path))
-
-
-def test_a_folder_of_save_quantized_is_named(tmp_path: Path) -> None:
+    weight = nn.Linear(64, 32)
+    quantize_(weight, nf4_weight_only())
+    before = weight.weight
+    after = cast(before, torch.bfloat16)
+    assert after.dtype is torch.bfloat16
+    assert torch.equal(after.dequantize(torch.float32), before.dequantize())
+    assert cast(before, torch.int8) is before
+    eetq = write(tmp_path / "eetq", tensors(), config={"quantization_config": {"quant_method": "eetq"}})
+    refuses(r"config.json: quant_method is 'eetq'; known: ", lambda: load_quantized(Tied(), eetq))
     model = Tied()
     quantize_(model, {"body": int8_weight_only()})
-    save_quantized(model, tmp_path / "model.safetensors")
-    refuses(r"holds a checkpoint of save_quantized; open its file .*model.safetensors", lambda: open_source(tmp_path))
+    ours, empty = tmp_path / "ours", tmp_path / "empty"
+    ours.mkdir()
+    save_quantized(model, ours / "model.safetensors")
+    refuses(r"holds a checkpoint of save_quantized; open its file .*model.safetensors", lambda: open_source(ours))
+    twice = write(tmp_path / "twice", tensors(), 2)
+    save_file(tensors(), twice / "model-00001-of-00002.safetensors")
+    refuses(r"is in it and in model-00000-of-00002.safetensors", lambda: open_source(twice))
+    empty.mkdir()
+    refuses("the folder is empty", lambda: open_source(empty))
+    with pytest.raises(FileNotFoundError):
+        HFFolder(empty)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", 3, None])
@@ -111,12 +111,6 @@ def test_damaged_indices(change: Any, says: str, tmp_path: Path) -> None:
     refuses(f"model.safetensors.index.json: .*{says}", lambda: open_source(tmp_path))
 
 
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
-    write(tmp_path, tensors(), 2)
-    save_file(tensors(), tmp_path / "model-00001-of-00002.safetensors")
-    refuses(r"is in it and in model-00000-of-00002.safetensors", lambda: open_source(tmp_path))
-
-
 @pytest.mark.parametrize("text", ["[]", "{", '{"a": 1, "a": 2}', '{"quantization_config": 3}', "[" * 100_000])
 def test_damaged_configurations(text: str, tmp_path: Path) -> None:
     write(tmp_path, tensors())
@@ -124,16 +118,29 @@ def test_damaged_configurations(text: str, tmp_path: Path) -> None:
     refuses(r"config\.json: ", lambda: open_source(tmp_path))
 
 
-def test_a_folder_without_tensors(tmp_path: Path) -> None:
-    refuses("the folder is empty", lambda: open_source(tmp_path))
-    with pytest.raises(FileNotFoundError):
-        HFFolder(tmp_path)
-
-
-def test_a_single_file_can_be_opened(tmp_path: Path) -> None:
+def test_the_bare_name_single_files_and_missing_shards(tmp_path: Path) -> None:
     file = write(tmp_path, tensors()) / "model.safetensors"
     with FloatFolder.open(file) as source:
         assert source.names == tensors().keys()
+    model = quantized()
+    write_of_transformers_folder(model, tmp_path / "m")
+    with open_source(tmp_path / "m" / "model.safetensors") as source:
+        assert source.format == "transformers folder of qtorch"
+        assert source.names == {"0.weight", "0.bias", "1.weight", "1.bias", "2.weight"}
+        contents = source.contents("1.weight")
+        assert (contents.shape, contents.scheme) == ((64, 32), model[1].weight.scheme)
+        assert contents.nbytes == 64 * 32 // 2 + 64 * 4 + 64  # codes, scales, zero points
+        assert source.contents("0.bias").scheme is None
+    write_of_transformers_folder(quantized(), tmp_path / "m")
+    file = TensorFile(tmp_path / "m" / "model.safetensors")
+    assert (file.stored["0.weight"].shape, file.stored["0.weight_codes"].shape) == ((0,), (32, 64))
+    file.close()
+    write_of_transformers_folder(quantized(), tmp_path / "m", 2)
+    first, second = sorted((tmp_path / "m").glob("*.safetensors"))
+    edit(second, lambda t, d: d["aliases"].update({"2.weight": "1.bias"}))
+    refuses(r"describe 2\.weight in different ways", lambda: load_quantized(build(), tmp_path / "m"))
+    first.unlink()
+    refuses(r"its shard .* is missing", lambda: load_quantized(build(), tmp_path / "m"))
 
 
 def build() -> nn.Sequential:
@@ -145,7 +152,7 @@ def build() -> nn.Sequential:
 
 def quantized() -> nn.Sequential:
     model = build()
-    quantize_(model, {"0": int8_weight_only(), "1": int4_weight_only(group_size=32)})
+    quantize_(model, {"0": int8_weight_only(), "1": qtorch.int4_weight_only(group_size=32)})
     return model
 
 
@@ -183,37 +190,6 @@ def test_load_quantized_reads_it(tmp_path: Path, shards: int, mmap: bool) -> Non
     assert torch.equal(dequantize_(loaded)[1].weight, model[1].weight.dequantize())
 
 
-def test_a_single_file_is_a_source(tmp_path: Path) -> None:
-    model = quantized()
-    write_of_transformers_folder(model, tmp_path / "m")
-    with open_source(tmp_path / "m" / "model.safetensors") as source:
-        assert source.format == "transformers folder of qtorch"
-        assert source.names == {"0.weight", "0.bias", "1.weight", "1.bias", "2.weight"}
-        contents = source.contents("1.weight")
-        assert contents.shape == (64, 32)
-        assert contents.scheme == model[1].weight.scheme
-        assert contents.nbytes == 64 * 32 // 2 + 64 * 4 + 64  # codes, scales, zero points
-        assert source.contents("0.bias").scheme is None
-
-
-def test_the_bare_name_is_a_marker(tmp_path: Path) -> None:
-    write_of_transformers_folder(quantized(), tmp_path / "m")
-    file = TensorFile(tmp_path / "m" / "model.safetensors")
-    assert file.stored["0.weight"].shape == (0,)
-    assert file.stored["0.weight_codes"].shape == (32, 64)
-    file.close()
-
-
-def test_cast_changes_the_logical_dtype_only() -> None:
-    weight = nn.Linear(64, 32)
-    quantize_(weight, nf4_weight_only())
-    before = weight.weight
-    after = cast(before, torch.bfloat16)
-    assert after.dtype is torch.bfloat16
-    assert torch.equal(after.dequantize(torch.float32), before.dequantize())
-    assert cast(before, torch.int8) is before
-
-
 def edit(path: Path, change: Any) -> None:
     """Rewrite a safetensors file with `change(tensors, data of the index)` applied."""
     file = TensorFile(path)
@@ -239,12 +215,3 @@ def test_damage_is_reported(tmp_path: Path, change: Any, words: str) -> None:
     write_of_transformers_folder(quantized(), tmp_path / "m")
     edit(tmp_path / "m" / "model.safetensors", change)
     refuses(words, lambda: load_quantized(build(), tmp_path / "m"))
-
-
-def test_a_missing_shard_and_a_contradiction(tmp_path: Path) -> None:
-    write_of_transformers_folder(quantized(), tmp_path / "m", 2)
-    first, second = sorted((tmp_path / "m").glob("*.safetensors"))
-    edit(second, lambda t, d: d["aliases"].update({"2.weight": "1.bias"}))
-    refuses(r"describe 2\.weight in different ways", lambda: load_quantized(build(), tmp_path / "m"))
-    first.unlink()
-    refuses(r"its shard .* is missing", lambda: load_quantized(build(), tmp_path / "m"))

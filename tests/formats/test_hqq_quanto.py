@@ -95,7 +95,7 @@ def test_groups_of_several_rows(group: int, part: int, tmp_path: Path) -> None:
     assert weight.scheme.weight.block_size((48, 64)) == (1, part)
 
 
-def test_codes_viewed_as_floats(tmp_path: Path) -> None:
+def test_codes_viewed_as_floats_and_beyond_their_width(tmp_path: Path) -> None:
     """view_as_float, for FSDP."""
     tensors = layer(4)
     wanted = decoded(tensors, torch.float16)
@@ -103,6 +103,13 @@ def test_codes_viewed_as_floats(tmp_path: Path) -> None:
     tensors["layer.view_as_float"] = torch.tensor(1, dtype=torch.uint8)
     weight = load(folder(tmp_path, tensors), SHAPE)
     assert torch.equal(weight.dequantize(), wanted)
+    tensors = layer(5)
+    tensors["layer.W_q"][1, 1] = 32
+    refused(
+        folder(tmp_path, tensors),
+        SHAPE,
+        r"layer.weight: one of its codes is 32, which has more than 5 bits",
+    )
 
 
 DAMAGE = {
@@ -130,24 +137,11 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
     refused(folder(tmp_path, tensors), SHAPE, f"model.*{says}")
 
 
-def test_codes_beyond_their_width_are_named(tmp_path: Path) -> None:
-    tensors = layer(5)
-    tensors["layer.W_q"][1, 1] = 32
-    refused(
-        folder(tmp_path, tensors),
-        SHAPE,
-        r"layer.weight: one of its codes is 32, which has more than 5 bits",
-    )
-
-
-QUANTO_SHAPE = QUANTO_OUTPUTS, QUANTO_INPUTS = 32, 64
-
-
 def layer_of_quanto(kind: torch.dtype = torch.int8) -> dict[str, Tensor]:
-    codes = e4m3(*QUANTO_SHAPE) if kind.is_floating_point else torch.randint(-127, 128, QUANTO_SHAPE, dtype=kind)
-    of_layer = {"layer.weight._data": codes, "layer.weight._scale": torch.rand(QUANTO_OUTPUTS, 1).bfloat16() + 0.01}
+    codes = e4m3(*SHAPE) if kind.is_floating_point else torch.randint(-127, 128, SHAPE, dtype=kind)
+    of_layer = {"layer.weight._data": codes, "layer.weight._scale": torch.rand(OUTPUTS, 1).bfloat16() + 0.01}
     scales = {f"layer.{name}_scale": torch.ones((), dtype=torch.bfloat16) for name in ("input", "output")}
-    return {**of_layer, **scales, **plain_tensors(QUANTO_INPUTS, torch.bfloat16)}
+    return {**of_layer, **scales, **plain_tensors(INPUTS, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("by_map", [False, True])
@@ -175,7 +169,7 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
     part, change, says = QUANTO_DAMAGE[name]
     tensors = layer_of_quanto()
     tensors[part] = change(tensors.get(part))
-    refused(write(tmp_path / "model", tensors, 1, quantized_config("quanto")), QUANTO_SHAPE, f"model.*{says}")
+    refused(write(tmp_path / "model", tensors, 1, quantized_config("quanto")), SHAPE, f"model.*{says}")
 
 
 @pytest.mark.slow

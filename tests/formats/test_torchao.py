@@ -164,7 +164,7 @@ def int8() -> tuple[dict[str, Tensor], dict[str, Any]]:
     return parts, {"block_size": [1, INPUTS], "dtype": BF16}
 
 
-def test_a_file_without_a_configuration_is_recognized(tmp_path: Path) -> None:
+def test_files_pickles_and_compressed_members(tmp_path: Path) -> None:
     parts, attributes = int8()
     made = folder(tmp_path, "Int8Tensor", parts, attributes)
     wanted = load(made, SHAPE).dequantize()
@@ -173,6 +173,24 @@ def test_a_file_without_a_configuration_is_recognized(tmp_path: Path) -> None:
     tensors = {f"layer._weight_{name}": part for name, part in parts.items()} | plain_tensors(INPUTS, torch.bfloat16)
     file = write(tmp_path / "alone", tensors, 1, None, metadata) / "model.safetensors"
     assert torch.equal(load_quantized(Layer(*SHAPE), file).layer.weight.dequantize(), wanted)
+    assert [path.stem for path in PICKLES] == ["torchao_0.15.0", "torchao_0.9.0"]
+    # The machine gives what pickle would, but for calls.
+    value = {"a": [1, 2.5, None, True, (), (1,), (1, 2), {"b": "text"}], "c": -(2**40), "d": [7]}
+    assert run_pickle(pickle.dumps(value, 2)) == value
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(6.0).reshape(2, 3)}, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        state = run_pickle(archive.read("archive/data.pkl"))
+    assert state["w"].name == "torch._utils._rebuild_tensor_v2"
+    assert state["w"].args[2] == (2, 3)
+    model = written(tmp_path / "pickled", layer())
+    convert_checkpoint(model, tmp_path / "ours", format="transformers")
+    (model / "model.safetensors").write_bytes((tmp_path / "ours" / "model.safetensors").read_bytes())
+    with open_source(model) as source:
+        assert source.format != "torchao pickle"
+    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02}." + b"torchao." * 1000)
+    refuses("is compressed", lambda: PickledFile(tmp_path / "x.pt"))
 
 
 DAMAGE: dict[str, tuple[str, dict[str, Tensor], dict[str, Any], str]] = {
@@ -210,11 +228,8 @@ def test_damaged_metadata_are_named(text: str, tmp_path: Path) -> None:
 PICKLES = sorted((Path(__file__).parent / "torchao_pickles").glob("*.pt"))
 PICKLE_OUTPUTS, PICKLE_INPUTS = PICKLE_SHAPE = 32, 64
 
+
 # --- what torchao wrote ---
-
-
-def test_there_are_pickles_of_two_versions() -> None:
-    assert [path.stem for path in PICKLES] == ["torchao_0.15.0", "torchao_0.9.0"]
 
 
 @pytest.mark.parametrize("path", PICKLES, ids=lambda path: path.stem)
@@ -233,8 +248,6 @@ def test_numbers_are_those_of_torchao(path: Path) -> None:
 
 
 # --- the same, written without torchao ---
-
-
 def stand_in(full: str) -> Any:
     """A class of this full name, of tensors with attributes, that torch pickles as it does torchao's."""
 
@@ -314,14 +327,6 @@ def test_a_folder(zero: float, shards: int, tmp_path: Path) -> None:
     assert weight.scheme.weight.has_zero_point == bool(zero)
 
 
-def test_safetensors_beside_it_are_read_instead(tmp_path: Path) -> None:
-    folder = written(tmp_path / "model", layer())
-    convert_checkpoint(folder, tmp_path / "ours", format="transformers")
-    (folder / "model.safetensors").write_bytes((tmp_path / "ours" / "model.safetensors").read_bytes())
-    with open_source(folder) as source:
-        assert source.format != "torchao pickle"
-
-
 PICKLE_DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
     "a code": ({"int_data": torch.full(PICKLE_SHAPE, 8, dtype=torch.int8)}, "qdata reaches from 8 to 8, int4 does not"),
     "fractions": ({"zero_point": torch.full((PICKLE_OUTPUTS, 2), 0.5)}, "zero points between its codes"),
@@ -345,8 +350,6 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
 
 
 # --- hostile pickles ---
-
-
 class Calls:
     def __init__(self, function: Callable[..., object], *args: object) -> None:
         self.call = function, args
@@ -383,21 +386,3 @@ def test_hostile_pickles_are_refused(name: str, tmp_path: Path, monkeypatch: pyt
         archive.writestr("x/data.pkl", make() + b"torchao.")
     refuses(f"x.pt: damaged, or not a state dict.*{says}", lambda: load_quantized(nn.Linear(2, 2), tmp_path / "x.pt"))
     assert not Path("owned").exists()
-
-
-def test_compressed_members_are_refused(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x/data.pkl", b"\x80\x02}." + b"torchao." * 1000)
-    refuses("is compressed", lambda: PickledFile(tmp_path / "x.pt"))
-
-
-def test_a_plain_state_dict() -> None:
-    """The machine gives what pickle would, but for calls."""
-    value = {"a": [1, 2.5, None, True, (), (1,), (1, 2), {"b": "text"}], "c": -(2**40), "d": [7]}
-    assert run_pickle(pickle.dumps(value, 2)) == value
-    buffer = io.BytesIO()
-    torch.save({"w": torch.arange(6.0).reshape(2, 3)}, buffer)
-    with zipfile.ZipFile(buffer) as archive:
-        state = run_pickle(archive.read("archive/data.pkl"))
-    assert state["w"].name == "torch._utils._rebuild_tensor_v2"
-    assert state["w"].args[2] == (2, 3)

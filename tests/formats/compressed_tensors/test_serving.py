@@ -8,15 +8,7 @@ import torch
 from torch import nn
 
 import qtorch
-from qtorch import (
-    int8_weight_only,
-    load_quantized,
-    nvfp4_weight_only,
-    quantize_,
-    recipes_for_vllm,
-    save_quantized,
-    uintx_weight_only,
-)
+from qtorch import int8_weight_only, load_quantized, nvfp4_weight_only, quantize_, recipes_for_vllm, save_quantized
 from qtorch.checkpoint.formats.compressed_tensors.packing import divisor_of, multiplier_of
 from qtorch.checkpoint.formats.compressed_tensors.scheme import Args, Group
 from qtorch.checkpoint.formats.compressed_tensors.vllm import EMBEDDING, EXPERTS, LINEAR, decide
@@ -33,7 +25,7 @@ DYNAMIC = qtorch.int8_dynamic_activation_int8_weight()
 RECIPES = [int8_weight_only(), DYNAMIC, qtorch.float8_weight_only(), nvfp4_weight_only()]
 
 
-def test_scales_get_the_dtype_of_the_model() -> None:
+def test_what_a_recipe_becomes() -> None:
     recipes = recipes_for_vllm(Model(), int8_weight_only())
     assert set(recipes.values()) == {int8_weight_only(scale_dtype=torch.bfloat16)}
     assert set(recipes_for_vllm(Model().float(), int8_weight_only()).values()) == {int8_weight_only()}
@@ -42,21 +34,15 @@ def test_scales_get_the_dtype_of_the_model() -> None:
     assert set(recipes_for_vllm(Model(), qtorch.int4_weight_only(group_size=32)).values()) == {
         qtorch.int4_weight_only(group_size=32)
     }
-
-
-def test_a_recipe_inside_another_is_adapted() -> None:
     adapted = recipes_for_vllm(Model(), qat(DYNAMIC))
     assert set(adapted.values()) == {qat(qtorch.int8_dynamic_activation_int8_weight(scale_dtype=torch.bfloat16))}
-
-
-def test_the_head_is_left_alone_unless_it_is_asked_for() -> None:
     assert "lm_head" not in recipes_for_vllm(Model(), int8_weight_only())
     assert "layers.0.mlp.gate_proj" in recipes_for_vllm(Model(), int8_weight_only())
     asked = recipes_for_vllm(Model(), {"lm_head": int8_weight_only(), r"layers\..*": None})
     assert list(asked) == ["lm_head"]
 
 
-def test_joined_layers_share_the_scale_of_nvfp4() -> None:
+def test_scales_of_nvfp4() -> None:
     model = Model()
     with torch.no_grad():
         model.layers[0].self_attn["v_proj"].weight.mul_(7)
@@ -65,6 +51,22 @@ def test_joined_layers_share_the_scale_of_nvfp4() -> None:
     assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] > scales["o_proj"]
     assert scales["gate_proj"] == scales["up_proj"]
     assert all(torch.frexp(torch.tensor(scale))[0] == 0.5 for scale in scales.values())
+    model = nn.Sequential(nn.Linear(32, 32, bias=False))
+    quantize_(model, nvfp4_weight_only(tensor_scale=0.5))
+    quantize_(model, nvfp4_weight_only(tensor_scale=0.5))
+    with pytest.raises(ValueError, match="already quantized"):
+        quantize_(model, nvfp4_weight_only(tensor_scale=0.25))
+    weight = torch.randn(32, 64)
+    weight[3] = 0
+    weight[4] *= 1e-9
+    made = nvfp4_weight_only(tensor_scale=2.0**-9).apply(weight)
+    assert isinstance(made, QuantizedTensor)
+    assert float(made.scale_scale) == 2.0**-9  # type: ignore[attr-defined]
+    default = nvfp4_weight_only().apply(weight)
+    errors = [float((floats(each) - weight).norm() / weight.norm()) for each in (made, default)]
+    assert 0.01 < errors[0] < 1.1 * errors[1]
+    # Groups below the smallest scale become zero, as does what is below half the smallest number.
+    assert not floats(made)[3:5].any()
 
 
 @pytest.mark.parametrize("recipe", [
@@ -92,22 +94,7 @@ def test_shared_tensor_scale(absmax: float, scale: float) -> None:
     assert shared_tensor_scale(absmax) == scale
 
 
-def test_nvfp4_with_a_given_scale() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(32, 64)
-    weight[3] = 0
-    weight[4] *= 1e-9
-    made = nvfp4_weight_only(tensor_scale=2.0**-9).apply(weight)
-    assert isinstance(made, QuantizedTensor)
-    assert float(made.scale_scale) == 2.0**-9  # type: ignore[attr-defined]
-    default = nvfp4_weight_only().apply(weight)
-    errors = [float((floats(each) - weight).norm() / weight.norm()) for each in (made, default)]
-    assert 0.01 < errors[0] < 1.1 * errors[1]
-    # Groups below the smallest scale become zero, as does what is below half the smallest number.
-    assert not floats(made)[3:5].any()
-
-
-def test_a_scale_of_nvfp4_without_an_exact_inverse_is_refused(tmp_path: Path) -> None:
+def test_what_no_kernel_serves(tmp_path: Path) -> None:
     model = nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})
     with torch.no_grad():
         # Scales of groups with all the mantissas.
@@ -117,6 +104,11 @@ def test_a_scale_of_nvfp4_without_an_exact_inverse_is_refused(tmp_path: Path) ->
         ValueError, match=r"proj\.weight: has the scale 9\.83.*-05 for the tensor.* choose a power of two"
     ):
         save_quantized(model, tmp_path / "model", format="compressed-tensors")
+    model = nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})
+    quantize_(model, qtorch.uintx_weight_only("uint3", group_size=32))
+    with pytest.raises(ValueError, match=r"proj\.weight: CompressedTensorsWNA16: vLLM has zero points for codes of 4"):
+        save_quantized(model, tmp_path / "model", format="compressed-tensors")
+    assert not (tmp_path / "model").exists()
 
 
 def test_divisors_and_multipliers() -> None:
@@ -145,16 +137,8 @@ def test_a_wrong_scale_is_an_error(scale: float) -> None:
         nvfp4_weight_only(tensor_scale=scale)
 
 
-def test_a_second_call_continues_only_with_the_same_scale() -> None:
-    model = nn.Sequential(nn.Linear(32, 32, bias=False))
-    quantize_(model, nvfp4_weight_only(tensor_scale=0.5))
-    quantize_(model, nvfp4_weight_only(tensor_scale=0.5))
-    with pytest.raises(ValueError, match="already quantized"):
-        quantize_(model, nvfp4_weight_only(tensor_scale=0.25))
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_the_scheme_of_every_recipe(case: Case) -> None:
+def test_schemes_and_files_of_recipes(tmp_path: Path, case: Case) -> None:
     weight = case.make(torch.randn(64, 64))
     group, scheme = serve("layers.0.mlp.down_proj", weight)
     assert (scheme, group.format) == (case.scheme, case.format)
@@ -166,10 +150,6 @@ def test_the_scheme_of_every_recipe(case: Case) -> None:
         assert serve("model.embed_tokens", weight)[1] == "CompressedTensorsEmbeddingWNA16Int"
     else:
         refuses("vLLM has no scheme", lambda: serve("model.embed_tokens", weight))
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_the_file_says_what_the_table_was_asked(case: Case, tmp_path: Path) -> None:
     model = nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})
     model["proj"].weight = nn.Parameter(case.make(torch.randn(64, 64)), requires_grad=False)
     save_quantized(model, tmp_path / "model", format="compressed-tensors")
@@ -201,7 +181,7 @@ def test_what_the_package_writes_by_itself(word: str) -> None:
     assert decide(group) == expected[format]
 
 
-def test_on_hopper_int4_weights_with_symmetric_int8_inputs_come_to_the_float8_kernel() -> None:
+def test_other_tables_and_hopper() -> None:
     """vLLM does not ask for the type of the input before it takes W4A8Fp8 there; the default has a zero point."""
     weights = Args(4, "int", True, "group", 128)
     symmetric = Group(weights, Args(8, "int", True, "token", dynamic=True), "int-quantized")
@@ -210,9 +190,6 @@ def test_on_hopper_int4_weights_with_symmetric_int8_inputs_come_to_the_float8_ke
     assert decide(symmetric, capability=90) == "CompressedTensorsW4A8Fp8"
     assert decide(asymmetric, capability=90) == "CompressedTensorsW4A8Int"
     assert decide(symmetric, capability=89) == "CompressedTensorsW4A8Int"
-
-
-def test_other_tables() -> None:
     nvfp4 = Args(4, "float", True, "tensor_group", 16)
     local = Args(4, "float", True, "tensor_group", 16, dynamic="local")
     assert decide(Group(nvfp4, local, "nvfp4-pack-quantized")) == "CompressedTensorsW4A4Fp4"
@@ -221,11 +198,3 @@ def test_other_tables() -> None:
     int4 = Args(4, "int", True, "token", dynamic=True)
     assert decide(Group(Args(4, "int", True, "channel"), int4, "pack-quantized")) == "CompressedTensorsWNA4Int"
     assert len({decision.scheme for table in (LINEAR, EXPERTS, EMBEDDING) for decision in table}) == 24
-
-
-def test_unsigned_codes_of_odd_widths_are_refused_by_name(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})
-    quantize_(model, uintx_weight_only("uint3", group_size=32))
-    with pytest.raises(ValueError, match=r"proj\.weight: CompressedTensorsWNA16: vLLM has zero points for codes of 4"):
-        save_quantized(model, tmp_path / "model", format="compressed-tensors")
-    assert not (tmp_path / "model").exists()

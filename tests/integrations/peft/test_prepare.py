@@ -40,14 +40,11 @@ def test_gradient_checkpointing_is_on_and_changes_no_number(options: dict[str, b
     assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed))
 
 
-def test_no_dtype_is_changed_and_all_is_frozen() -> None:
+def test_preparation() -> None:
     model = quantized_llama("int4", torch.bfloat16)
     prepare_for_adapters(model)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters())
-
-
-def test_plain_modules() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     refuses("call quantize_ first", lambda: prepare_for_adapters(model))
     quantize_(model, RECIPES["int8"])
@@ -56,9 +53,6 @@ def test_plain_modules() -> None:
     assert not model[0].bias.requires_grad
     with pytest.raises(TypeError):
         prepare_for_adapters("model")  # type: ignore[type-var]
-
-
-def test_the_preparation_of_peft_says_what_it_does() -> None:
     model = quantized_llama("int8", torch.bfloat16)
     with pytest.warns(UserWarning, match=r"prepare_for_adapters\(model\)"):
         prepare_model_for_kbit_training(model)

@@ -58,12 +58,26 @@ def test_folders_are_no_base_model(name: str) -> None:
     assert "base_model" not in model_card(model)
 
 
-def test_a_card_of_the_user_is_kept(tmp_path: Path) -> None:
+def test_cards_and_names(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     model = build("llama")
     quantize_(model, I8)
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+    config = QtorchConfig({"z": I8, "a": None, r".*": I4})
+    again = QtorchConfig.from_dict(config.to_dict())
+    assert list(again.recipe.items()) == [("z", I8), ("a", None), (r".*", I4)]
+    # transformers copies a converter for every key that it takes, and a mixture has a hundred thousand.
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    rewrite(tmp_path, [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name])
+    stored = StoredWeights([str(tmp_path / "model.safetensors")], QtorchConfig(names="checkpoint"), torch.float32)
+    names = StoredNames(stored, get_model_conversion_mapping(model), model)
+    names.add_tensor("target", "source", names.source_patterns[0], Future())
+    other = copy.deepcopy(names)
+    assert other.owners is names.owners
+    assert not other.collected_tensors
+    assert not other.layer_targets
 
 
 @pytest.mark.parametrize("card_on_hub", [None, "---\ntags: [mine]\n---\nmine"])
@@ -101,12 +115,6 @@ def test_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card_on_hu
         assert "[More Information Needed]" not in text
 
 
-def test_config_keeps_the_order_of_a_mapping() -> None:
-    config = QtorchConfig({"z": I8, "a": None, r".*": I4})
-    again = QtorchConfig.from_dict(config.to_dict())
-    assert list(again.recipe.items()) == [("z", I8), ("a", None), (r".*", I4)]
-
-
 pytest.importorskip("transformers")
 
 
@@ -127,7 +135,7 @@ def rewrite(folder: Path, names: list[str], recipe: WeightRecipe = I8) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_float_experts_are_fused_beside_quantized_layers(tmp_path: Path) -> None:
+def test_float_experts_and_those_not_alike(tmp_path: Path) -> None:
     model = build("mixtral")
     model.save_pretrained(tmp_path)
     before = load_file(tmp_path / "model.safetensors")
@@ -139,9 +147,6 @@ def test_float_experts_are_fused_beside_quantized_layers(tmp_path: Path) -> None
     assert_same(loaded, model)
     x = torch.arange(6)[None]
     assert torch.equal(loaded(x).logits, model(x).logits)
-
-
-def test_experts_that_are_not_quantized_alike_are_refused(tmp_path: Path) -> None:
     model = build("mixtral")
     model.save_pretrained(tmp_path)
     experts = [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name]
@@ -149,17 +154,3 @@ def test_experts_that_are_not_quantized_alike_are_refused(tmp_path: Path) -> Non
     refuses("quantize all of it", lambda: type(model).from_pretrained(tmp_path))
     rewrite(tmp_path, [name for name in experts if ".w1." not in name], I4)
     refuses("issues during automatic conversion", lambda: type(model).from_pretrained(tmp_path), RuntimeError)
-
-
-def test_names_are_looked_up_in_one_table(tmp_path: Path) -> None:
-    """transformers copies a converter for every key that it takes, and a mixture has a hundred thousand."""
-    model = build("mixtral")
-    model.save_pretrained(tmp_path)
-    rewrite(tmp_path, [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name])
-    stored = StoredWeights([str(tmp_path / "model.safetensors")], QtorchConfig(names="checkpoint"), torch.float32)
-    names = StoredNames(stored, get_model_conversion_mapping(model), model)
-    names.add_tensor("target", "source", names.source_patterns[0], Future())
-    other = copy.deepcopy(names)
-    assert other.owners is names.owners
-    assert not other.collected_tensors
-    assert not other.layer_targets
