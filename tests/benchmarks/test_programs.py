@@ -1,10 +1,13 @@
-"""The programs in benchmarks: their help, the packages they compare with, the costs that they predict."""
+"""The programs in benchmarks: their help, the packages they compare with, what they measure and predict."""
 
+import functools
+import importlib.util
 import itertools
 import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks import peers, scaling_cost
+from benchmarks import bench_cpu_model, common, peers, scaling_cost
+from benchmarks.cpu_models import GENERATED, WORKLOADS, perplexity_ratio
 from benchmarks.peers import FLOATING, PEERS, ROW, Peer, Precision
 from benchmarks.scaling_cost import CLUSTERS, MODELS, WIDTHS, Model
 from qtorch import quantize_
+from qtorch.kernels import record_kernels
 from qtorch.kernels.features import cpu_has
 from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training
 
@@ -133,16 +138,13 @@ def relative_error(y: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((y.float() - wanted).norm() / wanted.norm())
 
 
-def test_which_peers_a_layer_is_compared_with() -> None:
+def test_the_peers_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Precision(4, 32, FLOATING)
     names = {name for name, peer in PEERS.items() if ours.covers(peer.precision)}
     assert {"onnxruntime int4 g32", "onnxruntime int4 g32, A8", "onnxruntime int4 g128", "torchao int4 g128"} <= names
     assert not any("int8" in name for name in names)
     assert not Precision(4, 128, FLOATING).covers(Precision(4, 32, FLOATING))
     assert not Precision(8, ROW, 8).covers(Precision(8, ROW, FLOATING))
-
-
-def test_what_cannot_be_imported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert peers.found(torch.float32) == []
 
@@ -151,7 +153,7 @@ NDR, ETHERNET = CLUSTERS
 SMALL = Model("small", hidden=4, intermediate=8, layers=2, keys=2, vocabulary=10)
 
 
-def test_collectives() -> None:
+def test_collectives_their_bytes_and_times() -> None:
     # 7 steps in the node; 7/8 of the data at 450 GB/s
     assert scaling_cost.ring(8e9, 8, NDR) == pytest.approx(7 * 3.4e-6 + 7e9 / 450e9)
     assert scaling_cost.tree(8e9, 8, NDR) == pytest.approx(3 * 3.4e-6 + 7e9 / 450e9)
@@ -163,10 +165,6 @@ def test_collectives() -> None:
     assert scaling_cost.tree(4096e6, 4096, ETHERNET) == pytest.approx(
         3 * 3.4e-6 + 9 * 14e-6 + 511e6 / 1.5625e9 + 7 * 512e6 / 450e9
     )
-
-
-def test_bytes() -> None:
-    # a layer has 144 elements in matrices of 32 rows, and norms of 8; the rest 84
     assert (SMALL.in_layer, SMALL.norms, SMALL.rest, SMALL.parameters) == (144, 8, 84, 388)
     wanted = {
         "float32": (4 * (4 * 144 + 32) + 4 * 84 + 4 * 388) / 2,
@@ -177,9 +175,6 @@ def test_bytes() -> None:
     assert {width.name: scaling_cost.sent(SMALL, width, 2) for width in WIDTHS} == wanted
     # on 2 ranks each sends all of what it reduces: y and dx of 4 elements in int32, and two times two scales
     assert scaling_cost.tensor_parallel_bytes(4, 2, 4, 4) == 2 * 4 * 4 + 4 * 4
-
-
-def test_times() -> None:
     width = WIDTHS[0]
     one_layer = 2 * scaling_cost.ring(608, 8, NDR) + scaling_cost.ring(608, 8, NDR)
     assert scaling_cost.communication(SMALL, width, 8, NDR, scaling_cost.ring) == pytest.approx(
@@ -188,7 +183,7 @@ def test_times() -> None:
     assert scaling_cost.computation(SMALL) == pytest.approx(6 * 388 * 8192 / 395.76e12)
 
 
-def test_models() -> None:
+def test_models_and_the_tables_of_the_page() -> None:
     pytest.importorskip("transformers")
     from benchmarks.pretrain_llama import make_model
 
@@ -196,6 +191,10 @@ def test_models() -> None:
         model = make_model("1B", 128, False)
     assert MODELS[0].parameters == sum(p.numel() for p in model.parameters())
     assert MODELS[1].parameters == 8_030_261_248  # as published
+    page = scaling_cost.DOCS.read_text()
+    for name, text in scaling_cost.pages().items():
+        written = page.split(f"<!-- {name}: begin -->\n")[1].split(f"\n<!-- {name}: end -->")[0]
+        assert written == text, "run python -m benchmarks.scaling_cost --write-docs"
 
 
 class TwoRanks:
@@ -208,15 +207,12 @@ class TwoRanks:
         return 0
 
 
-@pytest.mark.parametrize(
-    "recipe, dtype, width",
-    [
-        (int8_mixed_precision_training(), torch.float32, WIDTHS[0]),
-        (int8_mixed_precision_training(), torch.bfloat16, WIDTHS[0]),  # codes are chosen after the gather
-        (int8_weight_only_quantized_training(), torch.bfloat16, WIDTHS[2]),
-        (bitnet_training(), torch.bfloat16, WIDTHS[3]),
-    ],
-)
+@pytest.mark.parametrize("recipe, dtype, width", [
+    (int8_mixed_precision_training(), torch.float32, WIDTHS[0]),
+    (int8_mixed_precision_training(), torch.bfloat16, WIDTHS[0]),  # codes are chosen after the gather
+    (int8_weight_only_quantized_training(), torch.bfloat16, WIDTHS[2]),
+    (bitnet_training(), torch.bfloat16, WIDTHS[3]),
+])  # fmt: skip
 def test_widths_are_those_of_the_weights(recipe: Any, dtype: torch.dtype, width: Any) -> None:
     layer = nn.Linear(64, 96)
     quantize_(layer, recipe)
@@ -228,8 +224,104 @@ def test_widths_are_those_of_the_weights(recipe: Any, dtype: torch.dtype, width:
     assert sum(tensor.nbytes for tensor in sent) == width.matrix(96, 64)
 
 
-def test_the_page_has_these_tables() -> None:
-    page = scaling_cost.DOCS.read_text()
-    for name, text in scaling_cost.pages().items():
-        written = page.split(f"<!-- {name}: begin -->\n")[1].split(f"\n<!-- {name}: end -->")[0]
-        assert written == text, "run python -m benchmarks.scaling_cost --write-docs"
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models are no work for more, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where everything is written instead of the repository."""
+    page = tmp_path / "results.md"
+    page.write_text("before\n<!-- cpu_model: begin -->\nold\n<!-- cpu_model: end -->\nafter\n")
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "DOCS", tmp_path)
+    return tmp_path
+
+
+def test_small_form(results: Path, monkeypatch: pytest.MonkeyPatch):
+    options = ["--models", "llama", "--modes", "eager", "--small", "--no-peers", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_cpu_model", *options, "--save", "--write-docs"])
+    bench_cpu_model.main()
+    rows = json.loads((results / "cpu_model.json").read_text())["rows"]
+    assert [row["what"] for row in rows] == [
+        "decoder, prefill 32",
+        "decoder, decode 1",
+        f"decoder, prompt and {GENERATED} tokens",
+    ]
+    assert all(row[name] > 0 for row in rows for name in ("float ms", *bench_cpu_model.RECIPES))
+    for name in bench_cpu_model.RECIPES:
+        scores = [row["scores"][name] for row in rows]
+        assert [kind for kind, _ in scores] == ["cosine", "cosine", "perplexity"]
+        assert all(abs(value - 1) < 0.05 for _, value in scores)
+    page = (results / "results.md").read_text()
+    assert page.startswith("before\n<!-- cpu_model: begin -->\n")
+    assert "\n| | decoder, prefill 32, eager, float32 |" in page
+    assert "\n| | decoder, prefill 32, float32: cosine |" in page
+    assert "old" not in page
+    assert page.endswith("<!-- cpu_model: end -->\nafter\n")
+    if importlib.util.find_spec("matplotlib"):
+        from benchmarks import plot_cpu
+
+        (drawn,) = plot_cpu.draw(results, results)
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_marks_and_the_ratio_of_perplexities(results: Path):
+    with pytest.raises(ValueError, match="has no <!-- other: begin -->"):
+        common.write_docs("other", "text")
+    tokens = torch.tensor([0, 1])
+    sure, even = torch.tensor([[20.0, 0.0], [0.0, 20.0]]), torch.zeros(2, 2)
+    assert perplexity_ratio(tokens, even, sure) == pytest.approx(2, rel=1e-6)
+    assert perplexity_ratio(tokens, sure, sure) == 1
+
+
+@torch.no_grad()
+def test_the_decoder_continues_its_prompt():
+    """Decoding the last token after the others were read gives what reading all of them gives; all layers are
+    quantized."""
+    workload = WORKLOADS["llama"](True, torch.float32)
+    models = bench_cpu_model.candidates(workload, peers=False)
+    prefill, decode, _ = workload.runs.values()
+    for name, model in models.items():
+        with record_kernels() as ran:
+            wanted = prefill(model)
+        assert sum(kernel.startswith("linear:") for kernel in ran) == (0 if name == "float" else 2 * 7 + 1)
+        torch.testing.assert_close(decode(model), wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mixture", "vision"])
+def test_workloads_of_transformers(name: str):
+    """Everything but routers is quantized, and the outputs are near those of the float model."""
+    pytest.importorskip("transformers")
+    workload = WORKLOADS[name](True, torch.float32)
+    models = bench_cpu_model.candidates(workload, peers=False)
+    for what, run in workload.runs.items():
+        calls = {key: functools.partial(run, model) for key, model in models.items()}
+        for key, (_, score) in bench_cpu_model.scores_of(workload, what, calls).items():
+            with record_kernels() as ran:
+                calls[key]()
+            assert any("experts" in kernel for kernel in ran) == (name == "mixture")
+            assert sum(kernel.startswith("linear:") for kernel in ran) >= 8
+            assert 0.95 < score < 1 - 1e-7
+
+
+@torch.no_grad()
+def test_onnxruntime_runs_the_same_graph():
+    pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    workload = WORKLOADS["vision"](True, torch.float32)
+    ((what, run),) = workload.runs.items()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        models = bench_cpu_model.onnx_models(workload)
+    calls = {name: functools.partial(run, model) for name, model in {"float": workload.model, **models}.items()}
+    scores = bench_cpu_model.scores_of(workload, what, calls)
+    assert scores["onnxruntime float"][1] == pytest.approx(1, abs=1e-6)
+    assert 0.99 < scores["onnxruntime int8 dynamic"][1] < 1 - 1e-6
