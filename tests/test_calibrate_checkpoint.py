@@ -60,7 +60,6 @@ def test_warnings_and_dry_runs(tmp_path: Path) -> None:
         quantize_(made(), gptq(INT3, few))
     with pytest.warns(UserWarning, match=r"quantize_checkpoint: \d+ of \d+ weights were calibrated on fewer tokens"):
         quantize_checkpoint(source, tmp_path / "q.safetensors", gptq(INT3, few), model=model)
-    source = saved(made(), tmp_path / "float")
     before = sorted(tmp_path.iterdir())
     recipe = gptq(INT3, batches())
     model = on_meta()

@@ -306,6 +306,7 @@ def test_a_checkpoint_is_converted_by_the_command_line(tmp_path: Path, monkeypat
 
 
 AWQ_OUTPUTS, AWQ_INPUTS, GROUP = 32, 64, 32
+AWQ_SHAPE = AWQ_OUTPUTS, AWQ_INPUTS
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output in each nibble, from the lowest."""
 
@@ -347,15 +348,15 @@ def test_awq_by_plain_loops_and_compressed_tensors(tmp_path: Path) -> None:
     ]
     check(folder_of_awq(tmp_path, tensors), to_dtype(values, torch.float16), "cpu_weight_only_mm", 4.75)
     tensors = layer_of_awq()
-    wanted = load(write(tmp_path / "awq", tensors, 1, config()), SHAPE).dequantize()
+    wanted = load(write(tmp_path / "awq", tensors, 1, config()), AWQ_SHAPE).dequantize()
     of_auto_round = quantized_config("auto-round", bits=4, group_size=GROUP, packing_format="auto_round:auto_awq")
     check(write(tmp_path / "model", tensors, 1, of_auto_round), wanted, "cpu_weight_only_mm", 4.75)
     tensors = layer_of_awq()
-    wanted = load(write(tmp_path / "new", tensors, 1, config()), SHAPE).dequantize()
+    wanted = load(write(tmp_path / "new", tensors, 1, config()), AWQ_SHAPE).dequantize()
     former = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
     settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
     (former / "quant_config.json").write_text(json.dumps(settings))
-    assert torch.equal(load(former, SHAPE).dequantize(), wanted)
+    assert torch.equal(load(former, AWQ_SHAPE).dequantize(), wanted)
     converters = pytest.importorskip("compressed_tensors.entrypoints.convert")
     compressors = pytest.importorskip("compressed_tensors.compressors")
     tensors = layer_of_awq()
@@ -364,7 +365,7 @@ def test_awq_by_plain_loops_and_compressed_tensors(tmp_path: Path) -> None:
     scheme = converter.update_config(None).config_groups["config_group_0"]
     parts = {name.removeprefix("layer."): tensor for name, tensor in converted.items()}
     made = compressors.BaseCompressor.get_value_from_registry("pack-quantized").decompress(parts, scheme)
-    weight = load(folder_of_awq(tmp_path, tensors), SHAPE)
+    weight = load(folder_of_awq(tmp_path, tensors), AWQ_SHAPE)
     assert torch.equal(weight.dequantize(), made["weight"])
 
 
@@ -373,13 +374,13 @@ def test_awq_by_plain_loops_and_compressed_tensors(tmp_path: Path) -> None:
     ({"bits": 3}, "AWQ of 3 bits is not read, only 4"),
 ])  # fmt: skip
 def test_other_packings_are_refused_by_name(more: dict[str, object], says: str, tmp_path: Path) -> None:
-    refused(folder_of_awq(tmp_path, layer_of_awq(), **more), SHAPE, f"model: {says}")
+    refused(folder_of_awq(tmp_path, layer_of_awq(), **more), AWQ_SHAPE, f"model: {says}")
 
 
 @pytest.mark.parametrize("name", ["qzeros", "scales"])
 def test_damage_is_named_of_awq(name: str, tmp_path: Path) -> None:
     tensors = layer_of_awq()
     tensors[f"layer.{name}"] = tensors[f"layer.{name}"][:, 1:]
-    refused(folder_of_awq(tmp_path, tensors), SHAPE, f"safetensors: layer.{name} has shape")
+    refused(folder_of_awq(tmp_path, tensors), AWQ_SHAPE, f"safetensors: layer.{name} has shape")
     del tensors[f"layer.{name}"]
-    refused(folder_of_awq(tmp_path, tensors), SHAPE, f"model: layer.{name} is missing")
+    refused(folder_of_awq(tmp_path, tensors), AWQ_SHAPE, f"model: layer.{name} is missing")

@@ -131,16 +131,16 @@ def test_the_bare_name_single_files_and_missing_shards(tmp_path: Path) -> None:
         assert (contents.shape, contents.scheme) == ((64, 32), model[1].weight.scheme)
         assert contents.nbytes == 64 * 32 // 2 + 64 * 4 + 64  # codes, scales, zero points
         assert source.contents("0.bias").scheme is None
-    write_of_transformers_folder(quantized(), tmp_path / "m")
-    file = TensorFile(tmp_path / "m" / "model.safetensors")
+    write_of_transformers_folder(quantized(), tmp_path / "bare")
+    file = TensorFile(tmp_path / "bare" / "model.safetensors")
     assert (file.stored["0.weight"].shape, file.stored["0.weight_codes"].shape) == ((0,), (32, 64))
     file.close()
-    write_of_transformers_folder(quantized(), tmp_path / "m", 2)
-    first, second = sorted((tmp_path / "m").glob("*.safetensors"))
+    write_of_transformers_folder(quantized(), tmp_path / "shards", 2)
+    first, second = sorted((tmp_path / "shards").glob("*.safetensors"))
     edit(second, lambda t, d: d["aliases"].update({"2.weight": "1.bias"}))
-    refuses(r"describe 2\.weight in different ways", lambda: load_quantized(build(), tmp_path / "m"))
+    refuses(r"describe 2\.weight in different ways", lambda: load_quantized(build(), tmp_path / "shards"))
     first.unlink()
-    refuses(r"its shard .* is missing", lambda: load_quantized(build(), tmp_path / "m"))
+    refuses(r"its shard .* is missing", lambda: load_quantized(build(), tmp_path / "shards"))
 
 
 def build() -> nn.Sequential:
