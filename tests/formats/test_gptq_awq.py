@@ -135,7 +135,7 @@ def test_what_the_configuration_says(tmp_path: Path) -> None:
     assert torch.equal(weight.dequantize(), exact.to(torch.bfloat16))
     # In a file of its own, where config.json says nothing.
     tensors = without_largest(layer(4, 3), 4)
-    made = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
+    made = write(tmp_path / "own", tensors, 1, {"torch_dtype": "float16"})
     (made / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
     assert torch.equal(load(made, SHAPE).dequantize(), decoded(tensors, 4, 32, 1))
     # AutoGPTQ stored one for every layer, also where the model has none.
@@ -350,10 +350,10 @@ def test_awq_by_plain_loops_and_compressed_tensors(tmp_path: Path) -> None:
     tensors = layer_of_awq()
     wanted = load(write(tmp_path / "awq", tensors, 1, config()), AWQ_SHAPE).dequantize()
     of_auto_round = quantized_config("auto-round", bits=4, group_size=GROUP, packing_format="auto_round:auto_awq")
-    check(write(tmp_path / "model", tensors, 1, of_auto_round), wanted, "cpu_weight_only_mm", 4.75)
+    check(write(tmp_path / "auto", tensors, 1, of_auto_round), wanted, "cpu_weight_only_mm", 4.75)
     tensors = layer_of_awq()
     wanted = load(write(tmp_path / "new", tensors, 1, config()), AWQ_SHAPE).dequantize()
-    former = write(tmp_path / "model", tensors, 1, {"torch_dtype": "float16"})
+    former = write(tmp_path / "former", tensors, 1, {"torch_dtype": "float16"})
     settings = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
     (former / "quant_config.json").write_text(json.dumps(settings))
     assert torch.equal(load(former, AWQ_SHAPE).dequantize(), wanted)
