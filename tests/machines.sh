@@ -9,8 +9,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${1:-python}
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- tests/kernels tests/dtypes tests/training tests/primitives tests/test_golden.py tests/test_*recipes.py \
-    tests/test_every_recipe.py tests/test_convolutions.py tests/test_embeddings.py tests/kv_cache
+[ $# -gt 0 ] || set -- tests/kernels tests/dtypes tests/training tests/primitives tests/test_*recipes.py \
+    tests/test_every_recipe.py tests/test_convolutions.py tests/kv_cache
 
 # Name, threads, ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA, QTORCH_CPU_ISA, MKL_CBWR.
 table="

@@ -1,4 +1,4 @@
-"""What holds for every recipe: its value, numbers, size and kernel, files, graphs, and what it refuses."""
+"""What holds for every recipe: its value, numbers, size and kernel, files old and new, graphs, and what it refuses."""
 
 import copy
 import dataclasses
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -18,10 +19,13 @@ from qtorch import compute_error, explain, load_quantized, quantize_, save_quant
 from qtorch.kernels import FallbackError, record_kernels, registry
 from qtorch.kernels.linear import reference
 from qtorch.primitives import MSERule, from_json, to_json
-from qtorch.recipes.base import WeightRecipe
+from qtorch.recipes.base import RECIPES, WeightRecipe
 from tests.every_recipe import FAMILIES, NAMES, WEIGHT_ONLY, has_group_size, make
 from tests.fast_part import slow_but
+from tests.golden.make import FOLDER, GOLDEN, layer_and_input
 from tests.quantize_model import same, state_of
+from tests.refusals import refuses
+from tests.rounding import EXTRA, gamma
 
 FLOAT, SYMMETRIC, ASYMMETRIC = qtorch.ZeroPointDomain.FLOAT, qtorch.MappingType.SYMMETRIC, qtorch.MappingType.ASYMMETRIC
 
@@ -130,6 +134,12 @@ def test_every_recipe_has_a_case() -> None:
     assert {"int4_weight_only", "lut_weight_only", "mxfp4_weight_only"} <= set(GROUPED)
     assert {"int8_weight_only", "fpx_weight_only"} <= set(NAMES) - set(GROUPED)
     assert {f"float8_{kind}_weight" for kind in FLOAT8} <= set(EMULATED)
+    assert set(GOLDEN_NAMES) == set(GOLDEN)
+    # A dynamic form stores the same weight as the weight-only one.
+    dynamic = {f"{name}_dynamic_activation_{name}_weight" for name in ("mxfp8", "mxfp4", "nvfp4")}
+    assert {recipe.name for recipe in GOLDEN.values()} | dynamic == {
+        name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.recipes")
+    }
 
 
 @every_case
@@ -268,8 +278,7 @@ def test_weights_of_another_dtype(name: str, dtype: torch.dtype) -> None:
     layers[2].weight = nn.Parameter(layers[2].weight.detach().to(dtype), requires_grad=False)
     before = state_of(layers)
     message = f"quantize_: 2: takes float32, float16 or bfloat16 weights, this one is {dtype}\nthe model is unchanged"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        quantize_(layers, make(name, 32))
+    refuses(f"^{re.escape(message)}$", lambda: quantize_(layers, make(name, 32)))
     assert same(before, state_of(layers))
 
 
@@ -277,8 +286,7 @@ def test_weights_of_another_dtype(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("weight", [torch.tensor(1.0), torch.randn(64)], ids=["0-d", "1-d"])
 def test_weights_that_are_no_matrix(name: str, weight: Tensor) -> None:
     message = re.escape(f"takes weights of two or more dimensions, this one has shape {tuple(weight.shape)}")
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        make(name, 32).check(weight)
+    refuses(f"^{message}$", lambda: make(name, 32).check(weight))
 
 
 @pytest.mark.parametrize("name", EMULATED)
@@ -313,3 +321,23 @@ def test_no_other_recipe_falls_back(name: str) -> None:
     quantize_(layers, {"0": make(name, 32)})
     with qtorch.config.patch(strict=True):
         layers(torch.randn(3, 64))
+
+
+GOLDEN_NAMES = sorted(path.name.removesuffix(".numbers.safetensors") for path in FOLDER.glob("*.numbers.safetensors"))
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_loads_and_gives_the_same_numbers(name: str) -> None:
+    numbers = load_file(FOLDER / f"{name}.numbers.safetensors")
+    with torch.device("meta"):
+        layer, _ = layer_and_input(name)
+    load_quantized(layer, FOLDER / f"{name}.safetensors")
+    assert torch.equal(layer.weight.dequantize(), numbers["weight"])
+    output = layer(numbers["input"])
+    # Weights are the same bits; sums of floats may be added up in another order on another processor. What is summed is
+    # as large as the largest input times the sum of a row's weights; in bf16, weights and results are rounded too.
+    rows = numbers["weight"].flatten(1).double().abs().sum(1)
+    size = float(numbers["input"].double().abs().max() * rows.max() + layer.bias.double().abs().max())
+    terms = numbers["weight"][0].numel() + EXTRA
+    atol = 2 * (gamma(terms) + (2 * gamma(1, torch.bfloat16) if output.dtype == torch.bfloat16 else 0)) * size
+    torch.testing.assert_close(output, numbers["output"], rtol=0, atol=atol)

@@ -19,6 +19,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.training import fold_batch_norm
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
+from tests.refusals import refuses
 
 SMALL_MOBILE = ((1, 8, 1, 1), (3, 12, 2, 2), (2, 20, 2, 1))
 NETS = {
@@ -107,7 +108,7 @@ def mixed() -> nn.Module:
     return model
 
 
-def test_what_is_fused_and_what_is_not() -> None:
+def test_what_is_fused_and_errors() -> None:
     model = mixed()
     fused = fuse_convolutions(model, X)
     found = {f.name: (f.steps, f.result) for f in fused.report.fused}
@@ -125,9 +126,25 @@ def test_what_is_fused_and_what_is_not() -> None:
             assert torch.equal(a, b)
         for a, b in zip(fused(X, scale=2.0), model(X, scale=2.0), strict=True):
             assert torch.equal(a, b)
+    model = quantized(NETS["small"]())
+    refuses(r"model\.eval", lambda: fuse_convolutions(model.train(), X))
+    model.eval()
+    refuses("give example inputs", lambda: fuse_convolutions(model))
+    with pytest.raises(ValueError, match="nothing to fuse: 0: its weight is not quantized for inference"):
+        fuse_convolutions(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), X)
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x) if x.sum() > 0 else x
+
+    refuses(r"torch\.fx cannot trace this Branches", lambda: fuse_convolutions(quantized(Branches(), "per image"), X))
 
 
-def test_results_are_not_overwritten() -> None:
+def test_results_copies_and_pickles() -> None:
     model = mixed()
     fused = fuse_convolutions(model, X)
     with torch.no_grad():
@@ -136,6 +153,16 @@ def test_results_are_not_overwritten() -> None:
         fused(X + 1)
     assert torch.equal(first, kept[0])
     assert torch.equal(other, kept[1])
+    model = network("mobile", "symmetric")
+    fused = fuse_convolutions(model, X)
+    with torch.no_grad():
+        y = fused(X)
+        for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+            assert isinstance(other, FusedModel)
+            assert other.report == fused.report
+            with record_kernels() as ran:
+                assert torch.equal(other(X), y)
+            assert ran[-1].startswith("fused_conv.")
 
 
 def test_where_it_runs_unfused() -> None:
@@ -161,7 +188,7 @@ def test_where_it_runs_unfused() -> None:
         assert torch.equal(fused(X), model(X))
 
 
-def test_weights_that_change() -> None:
+def test_weights_that_change_and_batch_norm() -> None:
     model = quantized(NETS["small"]())
     fused = fuse_convolutions(model, X)
     before = fused(X).detach()
@@ -173,19 +200,19 @@ def test_weights_that_change() -> None:
     assert not torch.equal(before, fused(X).detach())
     model[0].conv1.weight = nn.Parameter(copy.deepcopy(model[0].conv1.weight), False)
     check(fused, model, X)
-
-
-def test_copies_and_pickles() -> None:
-    model = network("mobile", "symmetric")
-    fused = fuse_convolutions(model, X)
+    float_model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+    float_model(X)
+    float_model.eval()
     with torch.no_grad():
-        y = fused(X)
-        for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-            assert isinstance(other, FusedModel)
-            assert other.report == fused.report
-            with record_kernels() as ran:
-                assert torch.equal(other(X), y)
-            assert ran[-1].startswith("fused_conv.")
+        wanted = float_model(X)
+    fold_batch_norm(float_model)
+    with torch.no_grad():
+        torch.testing.assert_close(float_model(X), wanted, rtol=1e-4, atol=1e-4)
+    model = quantized(float_model)
+    fused = fuse_convolutions(model, X)
+    assert [f.steps for f in fused.report.fused] == [("bias", "relu"), ("bias",)]
+    check(fused, model, X)
+    assert 20 < qtorch.compute_error(wanted, fused(X)) < 60
 
 
 def test_threads_have_memory_of_their_own() -> None:
@@ -208,41 +235,3 @@ def test_threads_have_memory_of_their_own() -> None:
     for worker in workers:
         worker.join()
     assert not wrong
-
-
-def test_batch_norm_is_folded_first() -> None:
-    float_model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
-    float_model(X)
-    float_model.eval()
-    with torch.no_grad():
-        wanted = float_model(X)
-    fold_batch_norm(float_model)
-    with torch.no_grad():
-        torch.testing.assert_close(float_model(X), wanted, rtol=1e-4, atol=1e-4)
-    model = quantized(float_model)
-    fused = fuse_convolutions(model, X)
-    assert [f.steps for f in fused.report.fused] == [("bias", "relu"), ("bias",)]
-    check(fused, model, X)
-    assert 20 < qtorch.compute_error(wanted, fused(X)) < 60
-
-
-def test_errors() -> None:
-    model = quantized(NETS["small"]())
-    with pytest.raises(ValueError, match=r"model\.eval"):
-        fuse_convolutions(model.train(), X)
-    model.eval()
-    with pytest.raises(ValueError, match="give example inputs"):
-        fuse_convolutions(model)
-    with pytest.raises(ValueError, match="nothing to fuse: 0: its weight is not quantized for inference"):
-        fuse_convolutions(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), X)
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(x) if x.sum() > 0 else x
-
-    with pytest.raises(ValueError, match=r"torch\.fx cannot trace this Branches"):
-        fuse_convolutions(quantized(Branches(), "per image"), X)

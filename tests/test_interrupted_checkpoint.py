@@ -109,18 +109,6 @@ def _clean(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def test_other_arguments_start_anew(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "JOURNAL_BYTES", 1)
-    target = tmp_path / "q.safetensors"
-    with monkeypatch.context() as patch:
-        _stop_at(patch, 20)
-        with pytest.raises(Interruption):
-            quantize_checkpoint(source, target, qtorch.int4_weight_only(group_size=32))
-    assert (tmp_path / ".q.safetensors.partial" / "journal.json").exists()
-    quantize_checkpoint(source, target, qtorch.int8_weight_only())
-    assert_same(stored(target), expected(tmp_path / "wanted.safetensors", qtorch.int8_weight_only()))
-
-
 def interrupted(source: Path, target: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a checkpoint that was begun."""
     with monkeypatch.context() as patch:
@@ -160,13 +148,10 @@ JOURNALS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        *((name, "qtorch") for name in [*JOURNALS, "unfit checksum", "data", "a link", "links", "deep", "folder"]),
-        *((name, format) for name in ("no form", "a row", "data") for format in ("transformers", "compressed-tensors")),
-    ],
-)
+@pytest.mark.parametrize(("name", "format"), [
+    *((name, "qtorch") for name in [*JOURNALS, "unfit checksum", "data", "a link", "links", "deep", "folder"]),
+    *((name, format) for name in ("no form", "a row", "data") for format in ("transformers", "compressed-tensors")),
+])  # fmt: skip
 def test_a_journal_of_somebody_else_begins_anew(
     name: str, format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,19 +196,25 @@ def test_a_journal_of_somebody_else_begins_anew(
     assert victim.read_text() == "precious"
 
 
-def test_what_is_whole_is_continued(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the test above is one of the damage."""
-    interrupted(source, tmp_path / "q.safetensors", "qtorch", monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int8_weight_only(), max_shard_size=6000)
-
-
-def test_two_processes(source: Path, tmp_path: Path) -> None:
-    target = tmp_path / "q.safetensors"
+def test_two_processes_and_other_arguments(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "p.safetensors"
     form = forms.form_of("qtorch", source, {}, None, {})
     with (
         partial.Partial(target, {}, form, [], 1 << 30),
         pytest.raises(BlockingIOError, match="another process is writing it"),
     ):
         quantize_checkpoint(source, target, qtorch.int8_weight_only())
+    monkeypatch.setattr(partial, "JOURNAL_BYTES", 1)
+    target = tmp_path / "q.safetensors"
+    with monkeypatch.context() as patch:
+        _stop_at(patch, 20)
+        with pytest.raises(Interruption):
+            quantize_checkpoint(source, target, qtorch.int4_weight_only(group_size=32))
+    assert (tmp_path / ".q.safetensors.partial" / "journal.json").exists()
+    quantize_checkpoint(source, target, qtorch.int8_weight_only())
+    assert_same(stored(target), expected(tmp_path / "wanted.safetensors", qtorch.int8_weight_only()))
+    # So that the test above is one of the damage.
+    interrupted(source, tmp_path / "whole.safetensors", "qtorch", monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_checkpoint(source, tmp_path / "whole.safetensors", qtorch.int8_weight_only(), max_shard_size=6000)

@@ -103,22 +103,13 @@ def arrows() -> Iterator[tuple[Path, Path, str]]:
                 yield path, other, f"{place(path, node)} imports {name}"
 
 
-def test_every_file_has_a_floor() -> None:
-    """A new module has to say where it stands in FLOORS, unless its folder does."""
-    assert not [str(path) for path in TREES if unit_of(path) not in FLOOR]
-    assert not [name for name in FLOOR if not any(unit_of(path) == name for path in TREES)]
-
-
-def test_imports_point_down() -> None:
+def test_imports_point_down_without_circles() -> None:
     wrong = []
     for path, other, where in arrows():
         here, there = unit_of(path), unit_of(other)
         if FLOOR[there] > FLOOR[here]:
             wrong.append(where)
     assert not wrong
-
-
-def test_there_are_no_circles() -> None:
     below: dict[Path, set[Path]] = {path: set() for path in TREES}
     for path, other, _ in arrows():
         if other.name != "__init__.py":
@@ -128,9 +119,9 @@ def test_there_are_no_circles() -> None:
     while ground := {path for path in left if not below[path] & left}:
         left -= ground
     assert not left, f"in circles, or above one: {sorted(map(str, left))}"
-
-
-def test_files_are_short() -> None:
+    # A new module has to say where it stands in FLOORS, unless its folder does.
+    assert not [str(path) for path in TREES if unit_of(path) not in FLOOR]
+    assert not [name for name in FLOOR if not any(unit_of(path) == name for path in TREES)]
     lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in TREES}
     assert not {path: length for path, length in lengths.items() if length > LONGEST}
 
@@ -203,17 +194,7 @@ COMPARED = {
 }
 
 
-def test_one_function_gives_out_addresses() -> None:
-    """`kernels.cpu.memory.address` looks where the memory of a tensor is before compiled code does."""
-    asks = {
-        path.as_posix()
-        for path, node in nodes()
-        if isinstance(node, ast.Attribute) and node.attr in ("data_ptr", "const_data_ptr")
-    }
-    assert asks == {"kernels/cpu/memory.py", *COMPARED}
-
-
-def test_nothing_unpickles() -> None:
+def test_where_names_may_stand() -> None:
     unsafe = {"pickle", "cloudpickle", "dill", "shelve", "joblib"}
     wrong = [
         f"{place(path, node)} imports {name}"
@@ -227,18 +208,12 @@ def test_nothing_unpickles() -> None:
         if isinstance(node, ast.keyword) and node.arg == "weights_only" and ast.unparse(node.value) != "True"
     ]
     assert not wrong
-
-
-def test_json_is_read_in_one_place() -> None:
-    """`json.loads` of what others wrote takes any depth, any number of values, and any time for a pipe."""
+    # `json.loads` of what others wrote takes any depth, any number of values, and any time for a pipe.
     readers = ("json.load", "json.loads", "json.JSONDecoder", "treespec_loads")
     found = {path.as_posix() for path, node in nodes() if is_call_of(node, *readers)}
     assert found == {"primitives/files.py", "calibration/engine/streams.py"}
     assert not [place(path, node) for path, node in nodes() if "json.loads" in imported(path, node)]
-
-
-def test_nothing_asks_for_the_kind_of_a_layout() -> None:
-    """Code that does has to be changed for every new layout."""
+    # Code that does has to be changed for every new layout.
     wrong = []
     for path, node in nodes():
         if path.parent == LAYOUTS:
@@ -248,10 +223,7 @@ def test_nothing_asks_for_the_kind_of_a_layout() -> None:
         if isinstance(node, ast.Compare) and "type(" in ast.unparse(node) and "Layout" in ast.unparse(node):
             wrong.append(place(path, node))
     assert not wrong
-
-
-def test_the_plain_layout_is_named_in_few_places() -> None:
-    """A default has to be named somewhere, and __init__ exports it; every other mention would be a special case."""
+    # A default has to be named somewhere, and __init__ exports it; every other mention would be a special case.
     allowed = {Path("dtypes/factories.py"), Path("dtypes/base.py")}
     wrong = [
         place(path, node)
@@ -262,3 +234,10 @@ def test_the_plain_layout_is_named_in_few_places() -> None:
         and "PlainLayout" in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", ""))
     ]
     assert not wrong
+    # `kernels.cpu.memory.address` looks where the memory of a tensor is before compiled code does.
+    asks = {
+        path.as_posix()
+        for path, node in nodes()
+        if isinstance(node, ast.Attribute) and node.attr in ("data_ptr", "const_data_ptr")
+    }
+    assert asks == {"kernels/cpu/memory.py", *COMPARED}

@@ -17,6 +17,7 @@ from qtorch.checkpoint.streaming import forms
 from qtorch.checkpoint.tensor_file import TensorFile
 from qtorch.dtypes import QuantizedTensor
 from tests.float_checkpoints import assert_same, decoder, expected, save_shards, stored
+from tests.refusals import refuses
 
 RECIPES = [
     qtorch.int4_weight_only(group_size=32),
@@ -48,14 +49,30 @@ def test_the_stored_tensors_are_equal(recipe: object, source: Path, tmp_path: Pa
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_report_is_that_of_quantize_(source: Path, tmp_path: Path) -> None:
+def test_reports_and_names_that_are_too_long(source: Path, tmp_path: Path) -> None:
+    recipe = qtorch.int8_weight_only()
+    tried = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, dry_run=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
+    done = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe)
+    assert (tried.dry_run, tried.layers) == (True, done.layers)
     recipe = {r"layers\..*": qtorch.int8_weight_only(), "embed_tokens": qtorch.int4_weight_only(group_size=32)}
-    found = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe)
+    found = quantize_checkpoint(source, tmp_path / "found.safetensors", recipe)
     wanted = quantize_(decoder(), recipe)
     assert set(found.quantized) == set(wanted.quantized)
     assert found.quantized_parameters == wanted.quantized_parameters
     assert found.model_bytes_before == wanted.model_bytes_before
     assert found.model_bytes_after == wanted.model_bytes_after
+    recipe = qtorch.int8_weight_only()
+    with pytest.raises(ValueError, match="has more than 200 bytes"):
+        quantize_checkpoint(source, tmp_path / ("x" * 300 + ".safetensors"), recipe)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for missing in (tmp_path / ("x" * 300), loop):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            quantize_checkpoint(missing, tmp_path / "q.safetensors", recipe)
+        refuses("no such file", lambda missing=missing: load_quantized(decoder(), missing), FileNotFoundError)
+    with pytest.raises(FileExistsError, match="exists; remove it"):
+        quantize_checkpoint(source, loop.rename(tmp_path / "loop.safetensors"), recipe)
 
 
 @pytest.mark.parametrize("limit", [1, 4000, 20_000])
@@ -70,7 +87,7 @@ def test_shards(limit: int, source: Path, tmp_path: Path) -> None:
         assert sum(sizes) <= max(limit, 20_000)
 
 
-def test_data_begin_at_multiples_of_64_where_they_can(source: Path, tmp_path: Path) -> None:
+def test_where_data_begin(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.nf4_weight_only())
     of_file = TensorFile(tmp_path / "q.safetensors").stored
     assert any((of.stop - of.start) % 64 for of in of_file.values())
@@ -78,13 +95,10 @@ def test_data_begin_at_multiples_of_64_where_they_can(source: Path, tmp_path: Pa
         assert of.start % of.dtype.itemsize == 0, name
         assert of.start % 64 == 0 or (of.stop - of.start) % 64, name
     assert load_file(tmp_path / "q.safetensors").keys() == of_file.keys()
-
-
-def test_a_header_without_room(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "_room", lambda names, of_each: 10)
-    quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.nf4_weight_only(), max_shard_size=9000)
+    quantize_checkpoint(source, tmp_path / "again.safetensors", qtorch.nf4_weight_only(), max_shard_size=9000)
     wanted = expected(tmp_path / "wanted.safetensors", qtorch.nf4_weight_only())
-    assert_same(stored(tmp_path / "q.safetensors"), wanted)
+    assert_same(stored(tmp_path / "again.safetensors"), wanted)
     assert not list(tmp_path.glob(".*"))
 
 
@@ -99,15 +113,7 @@ def test_heads_are_left_where_readers_expect_it(format: str, source: Path, tmp_p
         assert "lm_head.weight" in {layer.name for layer in found.quantized}
 
 
-def test_dry_run(source: Path, tmp_path: Path) -> None:
-    recipe = qtorch.int8_weight_only()
-    tried = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe, dry_run=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
-    done = quantize_checkpoint(source, tmp_path / "q.safetensors", recipe)
-    assert (tried.dry_run, tried.layers) == (True, done.layers)
-
-
-def test_what_is_quantized_already_is_kept(source: Path, tmp_path: Path) -> None:
+def test_kept_tied_and_nan(source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(source, tmp_path / "a.safetensors", {r".*q_proj": qtorch.int8_weight_only()})
     report = quantize_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", qtorch.nf4_weight_only())
     model = decoder()
@@ -115,6 +121,28 @@ def test_what_is_quantized_already_is_kept(source: Path, tmp_path: Path) -> None
     save_quantized(model, tmp_path / "wanted.safetensors")
     assert_same(stored(tmp_path / "b.safetensors"), stored(tmp_path / "wanted.safetensors"))
     assert sum(layer.detail == "is quantized already" for layer in report.layers) == 2
+    quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int4_weight_only(group_size=32))
+    convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "folder", format="transformers")
+    convert_checkpoint(tmp_path / "folder", tmp_path / "again.safetensors", max_shard_size=8000)
+    assert_same(stored(tmp_path / "again.safetensors"), stored(tmp_path / "q.safetensors"))
+    (tmp_path / "q.safetensors").write_text("mine")
+    with pytest.raises(FileExistsError, match="remove it, or give another name"):
+        quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int8_weight_only())
+    assert (tmp_path / "q.safetensors").read_text() == "mine"
+    model = decoder()
+    model.lm_head.weight = model.embed_tokens.weight
+    save_quantized(model, tmp_path / "of_ties.safetensors")
+    quantize_checkpoint(tmp_path / "of_ties.safetensors", tmp_path / "tied.safetensors", qtorch.int8_weight_only())
+    tied = decoder()
+    tied.lm_head.weight = tied.embed_tokens.weight
+    load_quantized(tied, tmp_path / "tied.safetensors")
+    assert tied.lm_head.weight is tied.embed_tokens.weight
+    model = decoder()
+    model.layers[1].q_proj.weight.data[0, 0] = torch.nan
+    folder = save_shards(model.state_dict(), tmp_path / "with_nan", 1)
+    with pytest.raises(ValueError, match=r"layers.1.q_proj.weight: has 1 values of 4096 that are NaN"):
+        quantize_checkpoint(folder, tmp_path / "nan.safetensors", qtorch.int8_weight_only())
+    assert not (tmp_path / "nan.safetensors").exists()
 
 
 def test_experts(tmp_path: Path) -> None:
@@ -200,66 +228,23 @@ def test_compressed_tensors(recipe: object, source: Path, tmp_path: Path) -> Non
     assert configs[0] == configs[1]
 
 
-def test_convert(source: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int4_weight_only(group_size=32))
-    convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "folder", format="transformers")
-    convert_checkpoint(tmp_path / "folder", tmp_path / "again.safetensors", max_shard_size=8000)
-    assert_same(stored(tmp_path / "again.safetensors"), stored(tmp_path / "q.safetensors"))
-
-
-def test_ties_of_a_source(tmp_path: Path) -> None:
-    model = decoder()
-    model.lm_head.weight = model.embed_tokens.weight
-    save_quantized(model, tmp_path / "float.safetensors")
-    quantize_checkpoint(tmp_path / "float.safetensors", tmp_path / "q.safetensors", qtorch.int8_weight_only())
-    tied = decoder()
-    tied.lm_head.weight = tied.embed_tokens.weight
-    load_quantized(tied, tmp_path / "q.safetensors")
-    assert tied.lm_head.weight is tied.embed_tokens.weight
-
-
 # --- errors ---
-
-
-def test_an_existing_target(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "q.safetensors").write_text("mine")
-    with pytest.raises(FileExistsError, match="remove it, or give another name"):
-        quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.int8_weight_only())
-    assert (tmp_path / "q.safetensors").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options", "error"),
-    [
-        (qtorch.int8_weight_only, {}, r"int8_weight_only\(\)"),
-        (qtorch.int4_weight_only(group_size=48), {}, "does not divide"),
-        ({"nothing": qtorch.int8_weight_only()}, {}, "matches no linear layer"),
-        (qtorch.training.qat(qtorch.int8_weight_only()), {}, "use quantize_"),
-        (qtorch.int8_weight_only(), {"format": "gguff"}, "is not known; known are 'qtorch'"),
-        (qtorch.int8_weight_only(), {"dst": "folder"}, "is a file, such as folder.safetensors"),
-        (qtorch.int8_weight_only(), {"dst": "none/q.safetensors"}, "there is no folder"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
+@pytest.mark.parametrize(("recipe", "options", "error"), [
+    (qtorch.int8_weight_only, {}, r"int8_weight_only\(\)"),
+    (qtorch.int4_weight_only(group_size=48), {}, "does not divide"),
+    ({"nothing": qtorch.int8_weight_only()}, {}, "matches no linear layer"),
+    (qtorch.training.qat(qtorch.int8_weight_only()), {}, "use quantize_"),
+    (qtorch.int8_weight_only(), {"format": "gguff"}, "is not known; known are 'qtorch'"),
+    (qtorch.int8_weight_only(), {"dst": "folder"}, "is a file, such as folder.safetensors"),
+    (qtorch.int8_weight_only(), {"dst": "none/q.safetensors"}, "there is no folder"),
+], ids=lambda value: str(value)[:30])  # fmt: skip
 def test_wrong_arguments(recipe: object, options: dict[str, str], error: str, source: Path, tmp_path: Path) -> None:
     dst = tmp_path / options.pop("dst", "q.safetensors")
-    with pytest.raises((ValueError, TypeError, OSError), match=error):
-        quantize_checkpoint(source, dst, recipe, **options)
+    refuses(error, lambda: quantize_checkpoint(source, dst, recipe, **options), (ValueError, TypeError, OSError))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
 
 
-def test_a_weight_with_nan(tmp_path: Path) -> None:
-    model = decoder()
-    model.layers[1].q_proj.weight.data[0, 0] = torch.nan
-    folder = save_shards(model.state_dict(), tmp_path / "float", 1)
-    with pytest.raises(ValueError, match=r"layers.1.q_proj.weight: has 1 values of 4096 that are NaN"):
-        quantize_checkpoint(folder, tmp_path / "q.safetensors", qtorch.int8_weight_only())
-    assert not (tmp_path / "q.safetensors").exists()
-
-
 # --- names, and what lies beside the weights ---
-
-
 @pytest.mark.parametrize("name", ["__metadata__", "half of a character \ud800"])
 @pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
 def test_names_that_no_file_can_hold(name: str, format: str, source: Path, tmp_path: Path) -> None:
@@ -287,8 +272,7 @@ def test_names_that_no_file_can_hold(name: str, format: str, source: Path, tmp_p
             convert_checkpoint(tmp_path / "s.safetensors", dst, format=format)
     finally:
         SOURCES.remove(Named)
-    with pytest.raises(ValueError, match="rename the tensor"):
-        save_quantized({name: torch.zeros(2, 2)}, dst, format=format)
+    refuses("rename the tensor", lambda: save_quantized({name: torch.zeros(2, 2)}, dst, format=format))
     assert {path.name for path in tmp_path.iterdir()} == {"float", "s.safetensors"}
 
 
@@ -319,18 +303,3 @@ def test_links_to_what_is_copied(source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(snapshot, tmp_path / "q", recipe, format="transformers")
     assert (tmp_path / "q" / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
     assert not any(path.is_symlink() for path in (tmp_path / "q").iterdir())
-
-
-def test_names_of_files_that_are_too_long(source: Path, tmp_path: Path) -> None:
-    recipe = qtorch.int8_weight_only()
-    with pytest.raises(ValueError, match="has more than 200 bytes"):
-        quantize_checkpoint(source, tmp_path / ("x" * 300 + ".safetensors"), recipe)
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    for missing in (tmp_path / ("x" * 300), loop):
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            quantize_checkpoint(missing, tmp_path / "q.safetensors", recipe)
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            load_quantized(decoder(), missing)
-    with pytest.raises(FileExistsError, match="exists; remove it"):
-        quantize_checkpoint(source, loop.rename(tmp_path / "loop.safetensors"), recipe)

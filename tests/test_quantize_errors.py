@@ -1,5 +1,6 @@
-"""quantize_ refuses before it changes anything, and names every module that is in the way."""
+"""`quantize_` on small models: what it gives, and what it refuses before it changes anything, by name."""
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,16 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
+import qtorch
 from qtorch import int4_weight_only, int8_weight_only, quantize_, quantize_checkpoint
 from qtorch.calibration import gptq
+from qtorch.kernels import record_kernels
 from qtorch.recipes.base import Recipe
 from tests.float_checkpoints import decoder, save_shards
 from tests.quantize_model import INT8, Mlp, same, state_of
+from tests.refusals import refuses
+
+pytestmark = pytest.mark.usefixtures("torch_kernels")
 
 
 def failing(change: Callable[[Mlp], object]) -> Mlp:
@@ -41,25 +47,21 @@ def with_weight(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "recipe", "problem"),
-    [
-        (lambda layer: None, int4_weight_only(group_size=40), "block_size (1, 40) does not divide shape ("),
-        (lambda layer: layer.double(), INT8, "takes float32, float16 or bfloat16 weights, this one is torch.float64"),
-        (with_weight(Tensor.int), INT8, "takes float32, float16 or bfloat16 weights, this one is torch.int32"),
-        (with_weight(lambda w: w.to(torch.float8_e4m3fn)), INT8, "this one is torch.float8_e4m3fn"),
-        (with_value(float("nan")), INT8, "has 2 values of 6144 that are NaN or infinite"),
-        (with_value(float("-inf")), INT8, "has 2 values of 6144 that are NaN or infinite"),
-        (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device, without values to quantize"),
-        (lambda layer: nn.LazyLinear(64), INT8, "the weight is not initialized yet; run the model once"),
-        (
-            lambda layer: quantize_(layer, INT8) and None,
-            int4_weight_only(group_size=32),
-            "is already quantized: AffineQuantizedTensor(weight int8",
-        ),
-    ],
-    ids=["group", "float64", "int32", "float8", "nan", "inf", "meta", "lazy", "again"],
-)
+@pytest.mark.parametrize(("change", "recipe", "problem"), [
+    (lambda layer: None, int4_weight_only(group_size=40), "block_size (1, 40) does not divide shape ("),
+    (lambda layer: layer.double(), INT8, "takes float32, float16 or bfloat16 weights, this one is torch.float64"),
+    (with_weight(Tensor.int), INT8, "takes float32, float16 or bfloat16 weights, this one is torch.int32"),
+    (with_weight(lambda w: w.to(torch.float8_e4m3fn)), INT8, "this one is torch.float8_e4m3fn"),
+    (with_value(float("nan")), INT8, "has 2 values of 6144 that are NaN or infinite"),
+    (with_value(float("-inf")), INT8, "has 2 values of 6144 that are NaN or infinite"),
+    (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device, without values to quantize"),
+    (lambda layer: nn.LazyLinear(64), INT8, "the weight is not initialized yet; run the model once"),
+    (
+        lambda layer: quantize_(layer, INT8) and None,
+        int4_weight_only(group_size=32),
+        "is already quantized: AffineQuantizedTensor(weight int8",
+    ),
+], ids=["group", "float64", "int32", "float8", "nan", "inf", "meta", "lazy", "again"])  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"dry_run": True}, {"device": "cpu"}], ids=str)
 def test_refused_weights(change: Callable, recipe: Recipe, problem: str, options: dict) -> None:
     model = failing(change)
@@ -117,8 +119,7 @@ def test_a_custom_recipe_is_checked_too() -> None:
         def check(self, weight: Tensor) -> None:
             raise TypeError("no")
 
-    with pytest.raises(ValueError, match=r"^quantize_: up: no\ndown: no\nthe model is unchanged$"):
-        quantize_(Mlp(), Picky())
+    refuses(r"^quantize_: up: no\ndown: no\nthe model is unchanged$", lambda: quantize_(Mlp(), Picky()))
 
 
 @pytest.mark.parametrize(
@@ -129,21 +130,17 @@ def test_not_a_recipe(recipe: object) -> None:
     given = recipe["up"] if isinstance(recipe, dict) else recipe
     hint = "; remove the quotes: int8_weight_only()" if given == "int8" else hint
     message = f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}"
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        quantize_(Mlp(), recipe)
+    refuses(f"^{re.escape(message)}$", lambda: quantize_(Mlp(), recipe), TypeError)
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe", "filter_fn", "why"),
-    [
-        (nn.ReLU(), INT8, None, "the model has no weight of two or more dimensions"),
-        (nn.LayerNorm(8), INT8, None, "the model has no weight of two or more dimensions"),
-        (nn.Embedding(4, 8), INT8, None, 'weight: an embedding; ask for it by name, or with targets="all"'),
-        (nn.Linear(8, 8), INT8, lambda module, name: False, "weight: filter_fn"),
-        (nn.Linear(8, 8), {}, None, "weight: no entry of the mapping asks for it"),
-        (nn.Linear(8, 8), {"weight": None}, None, "weight: None for 'weight'"),
-    ],
-)
+@pytest.mark.parametrize(("model", "recipe", "filter_fn", "why"), [
+    (nn.ReLU(), INT8, None, "the model has no weight of two or more dimensions"),
+    (nn.LayerNorm(8), INT8, None, "the model has no weight of two or more dimensions"),
+    (nn.Embedding(4, 8), INT8, None, 'weight: an embedding; ask for it by name, or with targets="all"'),
+    (nn.Linear(8, 8), INT8, lambda module, name: False, "weight: filter_fn"),
+    (nn.Linear(8, 8), {}, None, "weight: no entry of the mapping asks for it"),
+    (nn.Linear(8, 8), {"weight": None}, None, "weight: None for 'weight'"),
+])  # fmt: skip
 def test_nothing_to_quantize(model: nn.Module, recipe: object, filter_fn: object, why: str) -> None:
     before = state_of(model)
     with pytest.raises(ValueError, match=re.escape(f"quantize_: nothing to quantize: {why}")):
@@ -152,21 +149,18 @@ def test_nothing_to_quantize(model: nn.Module, recipe: object, filter_fn: object
 
 
 @pytest.mark.parametrize("function", [quantize_, quantize_checkpoint])
-@pytest.mark.parametrize(
-    ("recipe", "options", "words"),
-    [
-        ("int8", {}, "takes a recipe such as"),
-        ({1: INT8}, {}, "the mapping takes names and regular expressions, got 1"),
-        ({"*.q_proj": INT8}, {}, "is neither a name nor a regular expression"),
-        ({"haed": INT8}, {}, "'haed' matches no linear layer"),
-        ({r"layers\..*": INT8, "layers.0.q_proj": INT8}, {}, "taken by entries before it"),
-        ({".*": None}, {}, "nothing to quantize"),
-        (INT8, {"targets": "lines"}, "targets is one or some of"),
-        (INT8, {"on_misfit": "round"}, "on_misfit is 'error', 'pad'"),
-        (int4_weight_only(group_size=48), {}, 'on_misfit="coarser" accepts them'),
-        ({"layers.0.q_proj": gptq(INT8, [1]), "layers.1.q_proj": gptq(INT8, [2])}, {}, "take the same data"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "options", "words"), [
+    ("int8", {}, "takes a recipe such as"),
+    ({1: INT8}, {}, "the mapping takes names and regular expressions, got 1"),
+    ({"*.q_proj": INT8}, {}, "is neither a name nor a regular expression"),
+    ({"haed": INT8}, {}, "'haed' matches no linear layer"),
+    ({r"layers\..*": INT8, "layers.0.q_proj": INT8}, {}, "taken by entries before it"),
+    ({".*": None}, {}, "nothing to quantize"),
+    (INT8, {"targets": "lines"}, "targets is one or some of"),
+    (INT8, {"on_misfit": "round"}, "on_misfit is 'error', 'pad'"),
+    (int4_weight_only(group_size=48), {}, 'on_misfit="coarser" accepts them'),
+    ({"layers.0.q_proj": gptq(INT8, [1]), "layers.1.q_proj": gptq(INT8, [2])}, {}, "take the same data"),
+])  # fmt: skip
 def test_errors_name_the_function_that_was_called(
     function: Any, recipe: object, options: dict[str, str], words: str, tmp_path: Path
 ) -> None:
@@ -175,3 +169,106 @@ def test_errors_name_the_function_that_was_called(
         given = save_shards(decoder().state_dict(), tmp_path / "float", 1), tmp_path / "q.safetensors"
     with pytest.raises((ValueError, TypeError), match=f"(?s)^{function.__name__}: .*{re.escape(words)}"):
         function(*given, recipe, **options)
+
+
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+
+# recipe, lowest and highest SQNR of a model's output in dB, the linear kernel that runs on fp32
+CASES = [
+    (INT8, 33, 55, "linear:weight_only_mm"),
+    (qtorch.int4_weight_only(group_size=32), 13, 30, "linear:packed_weight_mm"),
+    (qtorch.int8_dynamic_activation_int8_weight(), 30, 50, "linear:int8_scaled_mm"),
+    (qtorch.int8_dynamic_activation_int4_weight(), 13, 30, "linear:packed_int8_scaled_mm"),
+]
+every_case = pytest.mark.parametrize(("recipe", "low", "high", "kernel"), CASES, ids=[case[0].name for case in CASES])
+
+
+def output(model: nn.Module, *args: Tensor) -> tuple[Tensor, list[str]]:
+    """What the model gives, and which linear kernels ran."""
+    with torch.no_grad(), record_kernels() as ran:
+        y = model(*args)
+    return y, [name for name in ran if name.startswith("linear:")]
+
+
+@every_case
+def test_small_model(recipe: Recipe, low: float, high: float, kernel: str) -> None:
+    model, ids = Mlp(), torch.randint(32, (4, 5))
+    model.up.register_forward_hook(lambda module, args, result: None)
+    before, wanted = state_of(model), output(model, ids)[0]
+    report = qtorch.quantize_(model, recipe)
+    y, ran = output(model, ids)
+    assert low < qtorch.compute_error(wanted, y) < high
+    assert ran == [kernel] * 2
+    assert {layer.kernel for layer in report.quantized} == {kernel.partition(":")[2]}
+    changed = [name for (name, old), (_, new) in zip(before, state_of(model), strict=True) if old is not new]
+    assert changed == ["up.weight", "down.weight"]
+
+
+@every_case
+def test_transformer_encoder(recipe: Recipe, low: float, high: float, kernel: str) -> None:
+    """Whose fast path reads the weights itself."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 7, 64)
+    wanted = output(model, x)[0]
+    assert len(qtorch.quantize_(model, recipe).quantized) == 8
+    y, ran = output(model, x)
+    assert low - 5 < qtorch.compute_error(wanted, y) < high
+    assert ran == [kernel] * 8
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_attention_projection_asked_for_by_name(batch_first: bool) -> None:
+    attention = nn.MultiheadAttention(64, 4, batch_first=batch_first)
+    x = torch.randn(2, 7, 64)
+    wanted = attention(x, x, x)[0]
+    qtorch.quantize_(attention, {"in_proj_weight": INT8, "out_proj": INT8})
+    with record_kernels() as ran:
+        y = attention(x, x, x)[0]
+    assert 35 < qtorch.compute_error(wanted, y) < 55
+    assert ran.count("linear:weight_only_mm") == 2
+
+
+def test_dry_run_and_device() -> None:
+    model = Mlp()
+    before = state_of(model)
+    versions = [parameter._version for parameter in model.parameters()]
+    predicted = qtorch.quantize_(model, INT8, dry_run=True)
+    assert same(before, state_of(model))
+    assert versions == [parameter._version for parameter in model.parameters()]
+    done = qtorch.quantize_(model, INT8)
+    assert predicted.layers == done.layers
+    assert (predicted.dry_run, done.dry_run) == (True, False)
+    model, ids = Mlp(), torch.randint(32, (4,))
+    twin, before = copy.deepcopy(model), state_of(model)
+    refuses("device='nowhere' is not available here", lambda: qtorch.quantize_(model, INT8, device="nowhere"))
+    assert same(before, state_of(model))
+    qtorch.quantize_(model, INT8, device=torch.device("cpu"))
+    qtorch.quantize_(twin, INT8, device="cpu")
+    assert torch.equal(output(model, ids)[0], output(twin, ids)[0])
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress(progress: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    qtorch.quantize_(Mlp(), INT8, progress=progress)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert ("quantize: 100%" in captured.err) == progress
+    assert progress or not captured.err
+
+
+def test_dequantize() -> None:
+    model, ids = Mlp(), torch.randint(32, (4,))
+    original = copy.deepcopy(model)
+    qtorch.quantize_(model, {"embed": INT8, ".*": INT8})
+    quantized = copy.deepcopy(model)
+    assert qtorch.dequantize_(model) is model
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter
+        assert parameter.requires_grad
+        assert parameter.shape == original.get_parameter(name).shape
+    assert 35 < qtorch.compute_error(original.up.weight, model.up.weight) < 50
+    assert qtorch.compute_error(output(quantized, ids)[0], output(model, ids)[0]) > 100
+    refuses("dequantize_: no weight of this Mlp is quantized", lambda: qtorch.dequantize_(model))
+    # The second time loses nothing: codes of codes.
+    qtorch.quantize_(model, INT8)
+    assert torch.equal(model.up.weight.plain()[0], quantized.up.weight.plain()[0])

@@ -14,6 +14,7 @@ from torch import nn
 import qtorch
 from qtorch.primitives import HQQRule, MSERule, to_json
 from qtorch.recipes.base import Recipe, WeightRecipe, register_recipe
+from tests.refusals import refuses
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -22,14 +23,21 @@ FLOAT, SYMMETRIC, ASYMMETRIC = qtorch.ZeroPointDomain.FLOAT, qtorch.MappingType.
 TILED = qtorch.TensorCoreTiledLayout()
 
 
-def test_json_spells_out_every_field() -> None:
+def test_text_and_calls() -> None:
     assert_expected_inline(
         json.dumps(to_json(qtorch.int4_weight_only())),
         """{"type": "Int4WeightOnly", "group_size": 128, "zero_point_domain": "ZeroPointDomain.INT", "scale_rule": {"type": "MinMaxRule"}, "layout": {"type": "PackedLayout", "axis": -1}, "use_hqq": false, "double_quantize": false}""",  # noqa: E501
     )
-
-
-def test_str_is_the_call_without_defaults() -> None:
+    with pytest.raises(AttributeError, match=r"'qtorch\.quantize_api' has no attribute 'int3_weight_only'"):
+        _ = qtorch.quantize_api.int3_weight_only
+    assert (
+        qtorch.uintx_weight_only(torch.uint3)
+        == qtorch.uintx_weight_only("uint3")
+        == qtorch.uintx_weight_only("torch.uint3")
+    )
+    with pytest.raises(TypeError, match=r"takes a dtype, torch\.uint1 to torch\.uint7, got 3: write torch\.uint3"):
+        qtorch.uintx_weight_only(3)  # type: ignore[arg-type]
+    assert set(qtorch.intx_weight_only(torch.int1).apply(torch.randn(8, 64)).plain()[0].unique().tolist()) <= {-1, 0}
     made = [
         qtorch.int8_weight_only(),
         qtorch.int8_weight_only(scale_rule=MSERule(steps=5)),
@@ -48,11 +56,6 @@ int8_dynamic_activation_int4_weight(group_size=64, mapping_type=ASYMMETRIC, act_
 uintx_weight_only(dtype=uint3, group_size=32)
 int8_static_activation_int8_weight(scale=0.25)""",
     )
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(AttributeError, match=r"'qtorch\.quantize_api' has no attribute 'int3_weight_only'"):
-        _ = qtorch.quantize_api.int3_weight_only
 
 
 def static_float8(**options: Any) -> Recipe:
@@ -106,20 +109,16 @@ def test_a_wrong_argument_fails_in_the_call(call: Callable[[], object], message:
         call()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "shape"),
-    [
-        (qtorch.int8_weight_only(), (64, 1)),
-        (qtorch.int8_dynamic_activation_int8_weight(), (64, 1)),
-        (qtorch.int8_weight_only(group_size=16), (64, 16)),
-        (qtorch.int4_weight_only(), (64, 2)),
-        (qtorch.int4_weight_only(group_size=-1), (64, 1)),
-        (qtorch.int8_dynamic_activation_int4_weight(), (64, 8)),
-        (qtorch.int8_dynamic_activation_int4_weight(256, ASYMMETRIC), (64, 1)),
-        (qtorch.uintx_weight_only("uint3"), (64, 4)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("recipe", "shape"), [
+    (qtorch.int8_weight_only(), (64, 1)),
+    (qtorch.int8_dynamic_activation_int8_weight(), (64, 1)),
+    (qtorch.int8_weight_only(group_size=16), (64, 16)),
+    (qtorch.int4_weight_only(), (64, 2)),
+    (qtorch.int4_weight_only(group_size=-1), (64, 1)),
+    (qtorch.int8_dynamic_activation_int4_weight(), (64, 8)),
+    (qtorch.int8_dynamic_activation_int4_weight(256, ASYMMETRIC), (64, 1)),
+    (qtorch.uintx_weight_only("uint3"), (64, 4)),
+], ids=str)  # fmt: skip
 def test_scales_and_codes(recipe: WeightRecipe, shape: tuple[int, int]) -> None:
     weight = recipe.linear_spec().weight
     codes, scale, zero_point = recipe.apply(torch.randn(64, 256)).plain()
@@ -138,31 +137,13 @@ def test_scales_and_codes(recipe: WeightRecipe, shape: tuple[int, int]) -> None:
 # Integers of any width.
 
 
-def test_one_bit_symmetric_is_zero_and_one_side() -> None:
-    assert set(qtorch.intx_weight_only(torch.int1).apply(torch.randn(8, 64)).plain()[0].unique().tolist()) <= {-1, 0}
-
-
-def test_dtypes_by_name_or_torch() -> None:
-    assert (
-        qtorch.uintx_weight_only(torch.uint3)
-        == qtorch.uintx_weight_only("uint3")
-        == qtorch.uintx_weight_only("torch.uint3")
-    )
-    with pytest.raises(TypeError, match=r"takes a dtype, torch\.uint1 to torch\.uint7, got 3: write torch\.uint3"):
-        qtorch.uintx_weight_only(3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        qtorch.int4_weight_only(32, use_hqq=True),
-        qtorch.int4_weight_only(32, FLOAT, use_hqq=True),
-        qtorch.uintx_weight_only("uint3", 32, zero_point_domain=FLOAT, use_hqq=True),
-        qtorch.intx_weight_only("int3", 32, use_hqq=True),
-        qtorch.intx_weight_only("int2", 32, ASYMMETRIC, use_hqq=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("recipe", [
+    qtorch.int4_weight_only(32, use_hqq=True),
+    qtorch.int4_weight_only(32, FLOAT, use_hqq=True),
+    qtorch.uintx_weight_only("uint3", 32, zero_point_domain=FLOAT, use_hqq=True),
+    qtorch.intx_weight_only("int3", 32, use_hqq=True),
+    qtorch.intx_weight_only("int2", 32, ASYMMETRIC, use_hqq=True),
+], ids=str)  # fmt: skip
 def test_use_hqq(recipe: Any) -> None:
     spelled_out = dataclasses.replace(recipe, scale_rule=HQQRule(), use_hqq=False)
     both = dataclasses.replace(recipe, scale_rule=HQQRule())
@@ -210,5 +191,4 @@ def test_what_is_a_scale(make: Any) -> None:
         (torch.ones(1, device="meta"), "a tensor of shape (1,)"),
     ]:
         message = f"^{make.name}: scale takes a number or (None|a tensor of one element), got {re.escape(got)}$"
-        with pytest.raises(TypeError, match=message):
-            make(wrong)
+        refuses(message, lambda wrong=wrong: make(wrong), TypeError)

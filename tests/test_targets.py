@@ -1,13 +1,28 @@
-"""Which weights a recipe, or a mapping of names to recipes, reaches."""
+"""Which weights are targets, and what is done where a recipe does not fit one."""
+
+import copy
+import itertools
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from qtorch import int4_weight_only, int8_weight_only, quantize_
+import qtorch
+from qtorch import int4_weight_only, int8_weight_only, load_quantized, quantize_, quantize_checkpoint, save_quantized
+from qtorch.calibration import gptq
+from qtorch.dtypes import PaddedWeight, QuantizedTensor, TransposedWeight
+from qtorch.kernels.cpu import compiled_library
+from qtorch.kernels.custom_ops import record_kernels
+from qtorch.model.misfit import Padded
 from qtorch.model.targets import Refused, find_targets
+from qtorch.recipes.base import WeightRecipe
+from tests.refusals import refuses
 
 INT8, INT4 = int8_weight_only(), int4_weight_only(group_size=8)
 
@@ -54,7 +69,7 @@ def error(recipe: object, model: nn.Module | None = None) -> str:
 LINEAR = [*(f"blocks.{i}.{name}_proj.weight" for i in (0, 1) for name in "qk"), "head.weight"]
 
 
-def test_every_other_weight_says_why_not() -> None:
+def test_other_weights_say_why_not() -> None:
     skipped = [target.slots[0] for target in find_targets(Model(), INT8, None) if target.recipe is None]
     assert_expected_inline(
         "\n".join(f"{slot.name}: {slot.reason}" for slot in skipped),
@@ -65,9 +80,22 @@ blocks.1.experts: a bare parameter of Block; ask for it by name
 conv.weight: a convolution; ask for it by name, or with targets="all"
 """.rstrip(),
     )
+    model = net(64, 48, 8)
+    with pytest.raises(ValueError, match="does not divide") as caught:
+        quantize_(model, MISFIT_INT4)
+    assert not any(isinstance(p, QuantizedTensor) for p in model.parameters())
+    last = str(caught.value).splitlines()[-1]
+    found = re.fullmatch(r'"(\S+)": (.+),  # or None', last)
+    quantize_(model, {found[1]: eval(f"qtorch.{found[2]}"), ".*": MISFIT_INT4})
+    with pytest.raises(ValueError, match="on_misfit is 'error', 'pad', 'coarser', 'skip', got 'fit'"):
+        quantize_(net(8, 8), MISFIT_INT4, on_misfit="fit")  # type: ignore[arg-type]
+    data = [torch.randn(4, 72)]
+    for recipe in (gptq(MISFIT_INT4, data), qtorch.training.qat(MISFIT_INT4)):
+        refuses("72 % 32", lambda recipe=recipe: quantize_(net(72, 8), recipe, on_misfit="pad"))
+    refuses("27 % 32", lambda: quantize_(nn.Conv2d(3, 8, 3), MISFIT_INT4, targets="all", on_misfit="pad"))
 
 
-def test_first_key_that_matches_wins() -> None:
+def test_keys_and_filters() -> None:
     assert_expected_inline(
         asked({"blocks.1.k_proj": INT4, r"blocks\.\d+\.k_proj": None, r"blocks\..*": INT8, "head": INT4}),
         """\
@@ -76,61 +104,8 @@ blocks.1.q_proj.weight: int8_weight_only()
 blocks.1.k_proj.weight: int4_weight_only(group_size=8)
 head.weight: int4_weight_only(group_size=8)""",
     )
-
-
-def test_none_says_which_key_it_was() -> None:
     targets = find_targets(Model(), {"head": None, ".*": INT8}, None)
     assert next(t for t in targets if t.slots[0].name == "head.weight").slots[0].reason == "None for 'head'"
-
-
-@pytest.mark.parametrize(
-    ("key", "found"),
-    [
-        ("embed", ["embed.weight"]),
-        ("embed.weight", ["embed.weight"]),
-        (r"emb.*", ["embed.weight"]),
-        (r".*embed\.weight", ["embed.weight"]),
-        ("blocks.0.experts", ["blocks.0.experts"]),
-        (r"blocks\.\d\.experts", ["blocks.0.experts", "blocks.1.experts"]),
-        (r".*\.experts", ["blocks.0.experts", "blocks.1.experts"]),
-        (r".*exp.*", ["blocks.0.experts", "blocks.1.experts"]),
-        ("head.weight", ["head.weight"]),
-        (r".*q_proj", ["blocks.0.q_proj.weight", "blocks.1.q_proj.weight"]),
-        *((key, ["conv.weight"]) for key in ("conv", "conv.weight", r".*conv", r"c\w+v")),
-        # Wildcards reach linear layers only.
-        *((key, LINEAR) for key in (".*", r".*\.weight", r".*weight", r"(.*\.)?\w+", r"[a-z0-9._]+", ".*|.*")),
-    ],
-)
-def test_names_reach_what_they_name(key: str, found: list[str]) -> None:
-    assert names({key: INT8}) == found
-
-
-MATCHES_NO = "matches no linear layer, embedding, convolution or parameter of two or more dimensions. "
-
-
-@pytest.mark.parametrize(
-    ("recipes", "message"),
-    [
-        ({"proj": INT8}, f"'proj' {MATCHES_NO}The model has embed, "),
-        ({r"blocks\.0": INT8}, rf"'blocks\\.0' {MATCHES_NO}The model has embed, "),  # not the whole name
-        ({"head": INT8, "haed": INT8}, f"'haed' {MATCHES_NO}The model has embed, blocks.0.experts, blocks.0.q_proj, "),
-        (
-            {"blocks.0": INT8},
-            f"'blocks.0' {MATCHES_NO}For what is inside it, write 'blocks.0.*' as a regular expression",
-        ),
-        (
-            {r"blocks\..*": INT8, r"blocks\.0\.q_proj": INT4},
-            r"'blocks\\.0\\.q_proj': all that it matches is taken by entries before it; the first that matches wins",
-        ),
-        ({"*.q_proj": INT8}, "'*.q_proj' is neither a name nor a regular expression: nothing to repeat at position 0"),
-    ],
-)
-def test_keys_that_select_nothing(recipes: dict, message: str) -> None:
-    assert error(recipes).startswith(message)
-    assert error({"weight": INT8}, nn.LayerNorm(8)).endswith(f"{MATCHES_NO}The model has no such weight")
-
-
-def test_filter_fn_is_asked_for_layers() -> None:
     seen = []
 
     def only_heads(module: nn.Module, name: str) -> bool:
@@ -140,17 +115,46 @@ def test_filter_fn_is_asked_for_layers() -> None:
     assert names(INT8, only_heads) == ["embed.weight", "conv.weight", "head.weight"]
     layers = [name.removesuffix(".weight") for name in LINEAR]
     assert seen == ["embed", *layers[:-1], "conv", layers[-1]]
-
-
-def test_filter_fn_narrows_a_mapping() -> None:
     found = names({r"blocks.*": INT8, "head": None}, lambda module, name: name.endswith("q_proj"))
     assert found == ["blocks.0.q_proj.weight", "blocks.1.q_proj.weight"]
 
 
-def test_tied_weights_are_one_target() -> None:
-    assert names(INT8, model=Model(tied=True))[0] == "embed.weight = head.weight"
-    assert names({"embed": INT8}, model=Model(tied=True)) == ["embed.weight = head.weight"]
-    assert names({"embed": INT8, "head": INT8}, model=Model(tied=True)) == ["embed.weight = head.weight"]
+@pytest.mark.parametrize(("key", "found"), [
+    ("embed", ["embed.weight"]),
+    ("embed.weight", ["embed.weight"]),
+    (r"emb.*", ["embed.weight"]),
+    (r".*embed\.weight", ["embed.weight"]),
+    ("blocks.0.experts", ["blocks.0.experts"]),
+    (r"blocks\.\d\.experts", ["blocks.0.experts", "blocks.1.experts"]),
+    (r".*\.experts", ["blocks.0.experts", "blocks.1.experts"]),
+    (r".*exp.*", ["blocks.0.experts", "blocks.1.experts"]),
+    ("head.weight", ["head.weight"]),
+    (r".*q_proj", ["blocks.0.q_proj.weight", "blocks.1.q_proj.weight"]),
+    *((key, ["conv.weight"]) for key in ("conv", "conv.weight", r".*conv", r"c\w+v")),
+    # Wildcards reach linear layers only.
+    *((key, LINEAR) for key in (".*", r".*\.weight", r".*weight", r"(.*\.)?\w+", r"[a-z0-9._]+", ".*|.*")),
+])  # fmt: skip
+def test_names_reach_what_they_name(key: str, found: list[str]) -> None:
+    assert names({key: INT8}) == found
+
+
+MATCHES_NO = "matches no linear layer, embedding, convolution or parameter of two or more dimensions. "
+
+
+@pytest.mark.parametrize(("recipes", "message"), [
+    ({"proj": INT8}, f"'proj' {MATCHES_NO}The model has embed, "),
+    ({r"blocks\.0": INT8}, rf"'blocks\\.0' {MATCHES_NO}The model has embed, "),  # not the whole name
+    ({"head": INT8, "haed": INT8}, f"'haed' {MATCHES_NO}The model has embed, blocks.0.experts, blocks.0.q_proj, "),
+    ({"blocks.0": INT8}, f"'blocks.0' {MATCHES_NO}For what is inside it, write 'blocks.0.*' as a regular expression"),
+    (
+        {r"blocks\..*": INT8, r"blocks\.0\.q_proj": INT4},
+        r"'blocks\\.0\\.q_proj': all that it matches is taken by entries before it; the first that matches wins",
+    ),
+    ({"*.q_proj": INT8}, "'*.q_proj' is neither a name nor a regular expression: nothing to repeat at position 0"),
+])  # fmt: skip
+def test_keys_that_select_nothing(recipes: dict, message: str) -> None:
+    assert error(recipes).startswith(message)
+    assert error({"weight": INT8}, nn.LayerNorm(8)).endswith(f"{MATCHES_NO}The model has no such weight")
 
 
 @pytest.mark.parametrize("other", [INT4, None], ids=str)
@@ -159,15 +163,7 @@ def test_tied_weights_asked_for_differently(other: object) -> None:
     assert error({"embed": INT8, "head": other}, Model(tied=True)) == wanted
 
 
-def test_a_module_under_two_names() -> None:
-    model = nn.Module()
-    model.first = model.second = nn.Linear(8, 8)
-    for key in ("first", "second", "second.weight"):
-        assert names({key: INT8}, model=model) == ["first.weight = second.weight"]
-    assert "first: int8_weight_only(), second: None" in error({"first": INT8, "second": None}, model)
-
-
-def test_parametrized_layer() -> None:
+def test_parametrized_layers_and_two_names() -> None:
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
     assert names(INT8, model=model) == ["1.weight"]
     assert_expected_inline(
@@ -178,6 +174,14 @@ def test_parametrized_layer() -> None:
     )
     with pytest.raises(ValueError, match=r"nothing to quantize: .*original0: is parametrized; call torch"):
         quantize_(model[:1], INT8)
+    model = nn.Module()
+    model.first = model.second = nn.Linear(8, 8)
+    for key in ("first", "second", "second.weight"):
+        assert names({key: INT8}, model=model) == ["first.weight = second.weight"]
+    assert "first: int8_weight_only(), second: None" in error({"first": INT8, "second": None}, model)
+    assert names(INT8, model=Model(tied=True))[0] == "embed.weight = head.weight"
+    assert names({"embed": INT8}, model=Model(tied=True)) == ["embed.weight = head.weight"]
+    assert names({"embed": INT8, "head": INT8}, model=Model(tied=True)) == ["embed.weight = head.weight"]
 
 
 class Rescaled(nn.Linear):
@@ -185,18 +189,176 @@ class Rescaled(nn.Linear):
         return super().forward(input) * 2
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe", "found"),
-    [
-        (Model(), INT8, LINEAR),
-        (nn.Sequential(Rescaled(8, 8)), INT8, ["0.weight"]),
-        (nn.ModuleDict({"b": nn.Linear(8, 8), "a(": nn.Linear(8, 8)}), {"a(": INT8}, ["a(.weight"]),
-        (nn.Linear(8, 8), INT8, ["weight"]),
-        (nn.Linear(8, 8), {"weight": INT8}, ["weight"]),
-        (nn.Embedding(8, 8), {"weight": INT8}, ["weight"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "recipe", "found"), [
+    (Model(), INT8, LINEAR),
+    (nn.Sequential(Rescaled(8, 8)), INT8, ["0.weight"]),
+    (nn.ModuleDict({"b": nn.Linear(8, 8), "a(": nn.Linear(8, 8)}), {"a(": INT8}, ["a(.weight"]),
+    (nn.Linear(8, 8), INT8, ["weight"]),
+    (nn.Linear(8, 8), {"weight": INT8}, ["weight"]),
+    (nn.Embedding(8, 8), {"weight": INT8}, ["weight"]),
+])  # fmt: skip
 def test_names_of_weights(model: nn.Module, recipe: object, found: list[str]) -> None:
     """Of subclasses, of what is no regular expression, and of a layer alone, which has no name as a module."""
     assert names(recipe, model=model) == found
     assert "'.*' matches weight by a wildcard alone" in error({".*": INT8}, nn.Embedding(8, 8))
+
+
+GROUPED: list[WeightRecipe] = [
+    qtorch.int4_weight_only(group_size=32),
+    qtorch.int8_dynamic_activation_int4_weight(),
+    qtorch.nf4_weight_only(group_size=32),
+    qtorch.lut_weight_only(bits=3, group_size=32),
+    qtorch.mxfp4_dynamic_activation_mxfp4_weight(),
+    qtorch.nvfp4_weight_only(),
+]
+EACH = pytest.mark.parametrize("recipe", GROUPED, ids=str)
+MISFIT_INT4 = GROUPED[0]
+
+
+def net(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(k, n) for k, n in itertools.pairwise(sizes)])
+
+
+def error_of(model: nn.Module, x: Tensor, wanted: Tensor) -> float:
+    with torch.no_grad():
+        return float((model(x) - wanted).norm() / wanted.norm())
+
+
+@EACH
+def test_padded_groups_have_the_numbers_of_a_weight_with_zeros(recipe: WeightRecipe) -> None:
+    """Of the product with a weight that has zeros at the end of its rows, and an input that has."""
+    model, x = net(72, 48), torch.randn(5, 72)
+    longer = nn.Linear(96, 48)
+    longer.weight.data = functional.pad(model[0].weight.detach(), (0, 24))
+    longer.bias.data = model[0].bias.detach().clone()
+    wanted = model(x).detach()
+    if isinstance(recipe, type(GROUPED[-1])):  # groups of 16: 72 becomes 80
+        longer.weight.data = longer.weight.data[:, :80].contiguous()
+    quantize_(longer, recipe)
+    (row,) = quantize_(model, recipe, on_misfit="pad").quantized
+    assert quantize_(model, recipe, on_misfit="pad").quantized == ()
+    assert row.detail == f"padded(recipe={recipe}, padding={longer.weight.shape[1] - 72})"
+    weight = model[0].weight
+    assert isinstance(weight, PaddedWeight)
+    assert weight.shape == (48, 72)
+    assert torch.equal(weight.dequantize(), longer.weight.dequantize()[:, :72])  # type: ignore[operator]
+    assert torch.equal(model(x), longer(functional.pad(x, (0, longer.weight.shape[1] - 72))))
+    assert 0 < error_of(model, x, wanted) < 0.4
+
+
+@pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
+@pytest.mark.parametrize(
+    ("recipe", "kernel"), [(GROUPED[0], "cpu_weight_only_mm"), (GROUPED[1], "cpu_int8_mm")], ids=str
+)
+def test_kernels_of_padded_weights(recipe: WeightRecipe, kernel: str) -> None:
+    model, x = net(72, 48), torch.randn(5, 72)
+    (row,) = quantize_(model, recipe, on_misfit="pad").quantized
+    assert row.kernel == kernel
+    assert [each.kernel for each in qtorch.explain(model)] == [kernel]
+    with record_kernels() as ran:
+        model(x)
+    assert ran[:2] == [f"linear:{kernel}", kernel]
+    model(x)
+    assert model[0].weight.matrix.fast_linear is not None
+
+
+def test_views_of_padded_weights() -> None:
+    weight: Any = Padded(MISFIT_INT4, 24).apply(torch.randn(3, 48, 72))
+    floats = weight.dequantize()
+    x = torch.randn(3, 5, 72)
+    wanted = torch.bmm(x, floats.mT)
+    assert isinstance(weight.mT, TransposedWeight)
+    torch.testing.assert_close(torch.bmm(x, weight.mT), wanted)
+    torch.testing.assert_close(functional.linear(x[1], weight[1]), wanted[1])
+    torch.testing.assert_close(x[1] @ weight[1].t(), wanted[1])
+    torch.testing.assert_close(torch.randn(0, 48) @ weight[1], torch.empty(0, 72))
+    y = torch.randn(4, 48)
+    torch.testing.assert_close(y @ weight[1], y @ floats[1])
+    for part, of in ((weight[1:], floats[1:]), (weight[:, 8:16], floats[:, 8:16]), (weight.view(3, 48, 72), floats)):
+        assert isinstance(part, PaddedWeight)
+        assert torch.equal(part.dequantize(), of)
+    assert torch.equal(weight.view(1, 3, 48, 72).dequantize()[0], floats)
+    for whole in (torch.stack(list(weight)), torch.cat(weight.split(2)), torch.cat(weight.chunk(2, 1), 1)):
+        assert whole.scheme == weight.scheme
+        assert torch.equal(whole, weight)
+    refuses(r"cuts the contracted axis of .*PaddedWeight", lambda: torch.cat([weight, weight], 2))
+    refuses(r"cuts the contracted axis of .*PaddedWeight", lambda: weight[..., :32])
+
+
+def test_padding_along_inputs_and_gradients() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(10, 24), "head": nn.Linear(24, 10, bias=False)})
+    model["head"].weight = model["embed"].weight
+    quantize_(model, MISFIT_INT4, on_misfit="pad")
+    assert model["head"].weight is model["embed"].weight
+    ids = torch.tensor([[1, 3], [9, 0]])
+    assert torch.equal(model["embed"](ids), functional.embedding(ids, model["head"].weight.dequantize()))
+    model = net(72, 48, 31)
+    quantize_(model, MISFIT_INT4, on_misfit="pad")
+    x = torch.randn(5, 72, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).sum(), x)
+    one, other = (model[i].weight.dequantize() for i in (0, 1))
+    torch.testing.assert_close(grad, (torch.ones(5, 31) @ other @ one))
+    model, x = net(72, 48, 31), torch.randn(5, 72)
+    quantize_(model, MISFIT_INT4, on_misfit="pad")
+    program = torch.export.export(qtorch.export.portable(model), (x,))
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+    transformers = pytest.importorskip("transformers.pytorch_utils")
+    torch.manual_seed(0)
+    layer, x = transformers.Conv1D(48, 72), torch.randn(5, 72)
+    wanted = layer(x).detach()
+    weight = layer.weight.detach().clone()
+    quantize_(layer, MISFIT_INT4, on_misfit="pad")
+    assert isinstance(layer.weight, TransposedWeight)
+    assert layer.weight.scheme.padding == 24
+    assert 0 < error_of(layer, x, wanted) < 0.2
+    assert torch.equal(layer.weight.dequantize().mT, Padded(MISFIT_INT4, 24).apply(weight.mT).dequantize())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("length", "group"), [(72, 24), (48, 16), (64, 32), (40, 8), (31, 31), (7, 7)], ids=lambda n: str(n)
+)
+def test_coarser_chooses_a_size_that_divides(length: int, group: int) -> None:
+    model = net(length, 16)
+    (row,) = quantize_(model, MISFIT_INT4, on_misfit="coarser").quantized
+    assert row.detail == f"int4_weight_only(group_size={group})"
+    model = net(length, 16)
+    (row,) = quantize_(model, gptq(MISFIT_INT4, [torch.randn(8, length)]), on_misfit="coarser").quantized
+    assert f"int4_weight_only(group_size={group})" in row.detail
+
+
+def test_skipped_and_first_of_a_tuple() -> None:
+    model, x = net(64, 48, 8), torch.randn(5, 64)
+    wanted = model(x).detach()
+    report = quantize_(model, MISFIT_INT4, on_misfit="skip")
+    assert [row.name for row in report.quantized] == ["0.weight"]
+    (row,) = report.skipped
+    assert row.detail.startswith("on_misfit='skip': block_size (1, 32) does not divide shape (8, 48)")
+    assert 0 < error_of(model, x, wanted) < 0.2
+    model = net(64, 48, 31, 8)
+    recipes = {".*": (MISFIT_INT4, qtorch.int4_weight_only(group_size=16), None)}
+    report = quantize_(model, recipes)
+    assert [row.detail for row in report.quantized] == [
+        "int4_weight_only(group_size=32)",
+        "int4_weight_only(group_size=16)",
+    ]
+    assert [row.detail for row in report.skipped] == ["None is the first of its recipes that fits"]
+    assert quantize_(model, recipes).quantized == ()
+    with pytest.raises(ValueError, match="2: block_size \\(1, 16\\) does not divide"):
+        quantize_(net(64, 48, 31, 8), {".*": recipes[".*"][:2]})
+    with pytest.raises(TypeError, match="takes a recipe such as"):
+        quantize_(model, {".*": (MISFIT_INT4, "int8")})  # type: ignore[dict-item]
+    refuses("takes a recipe such as", lambda: quantize_(model, {".*": ()}), TypeError)
+
+
+@pytest.mark.parametrize("on_misfit", ["pad", "coarser"])
+def test_checkpoints(on_misfit: Any, tmp_path: Path) -> None:
+    """The same bits as in the model."""
+    model = net(72, 48, 8)
+    save_quantized(model, tmp_path / "float.safetensors")
+    quantize_checkpoint(tmp_path / "float.safetensors", tmp_path / "q.safetensors", MISFIT_INT4, on_misfit=on_misfit)
+    fresh = copy.deepcopy(model)
+    load_quantized(fresh, tmp_path / "q.safetensors")
+    quantize_(model, MISFIT_INT4, on_misfit=on_misfit)
+    x = torch.randn(5, 72)
+    assert torch.equal(fresh(x), model(x))

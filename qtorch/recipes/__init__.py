@@ -42,10 +42,11 @@ from .static import Int8StaticActivationInt8Weight as int8_static_activation_int
 __all__ = [
     "block_sparse", "float8_dynamic_activation_float8_semi_sparse_weight", "float8_dynamic_activation_float8_weight",
     "float8_dynamic_activation_int4_weight", "float8_static_activation_float8_weight", "float8_weight_only",
-    "fpx_weight_only", "gguf_iq4_nl", "gguf_q2_k", "gguf_q3_k", "gguf_q4_0", "gguf_q4_1", "gguf_q4_k", "gguf_q5_0", "gguf_q5_1", "gguf_q5_k", "gguf_q6_k", "gguf_q8_0",
-    "int4_weight_only", "int8_dynamic_activation_int4_weight", "int8_dynamic_activation_int8_semi_sparse_weight",
-    "int8_dynamic_activation_int8_weight", "int8_static_activation_int8_weight", "int8_weight_only", "intx_weight_only",
-    "lut_weight_only", "mxfp4_dynamic_activation_mxfp4_weight", "mxfp4_weight_only", "mxfp6_weight_only",
+    "fpx_weight_only", "gguf_iq4_nl", "gguf_q2_k", "gguf_q3_k", "gguf_q4_0", "gguf_q4_1", "gguf_q4_k", "gguf_q5_0",
+    "gguf_q5_1", "gguf_q5_k", "gguf_q6_k", "gguf_q8_0", "int4_weight_only", "int8_dynamic_activation_int4_weight",
+    "int8_dynamic_activation_int8_semi_sparse_weight", "int8_dynamic_activation_int8_weight",
+    "int8_static_activation_int8_weight", "int8_weight_only", "intx_weight_only", "lut_weight_only",
+    "mxfp4_dynamic_activation_mxfp4_weight", "mxfp4_weight_only", "mxfp6_weight_only",
     "mxfp8_dynamic_activation_mxfp8_weight", "mxfp8_weight_only", "nf4_weight_only",
     "nvfp4_dynamic_activation_nvfp4_weight", "nvfp4_weight_only", "uintx_weight_only",
 ]  # fmt: skip

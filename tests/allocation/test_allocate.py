@@ -15,6 +15,7 @@ from qtorch.calibration.allocation import Allocation
 from qtorch.calibration.allocation import allocation as allocation_file
 from qtorch.calibration.data import Data
 from qtorch.dtypes import AffineQuantizedTensor
+from tests.refusals import refuses
 
 INT = {bits: intx_weight_only(f"int{bits}", 16) for bits in (2, 3, 4)}
 CANDIDATES = list(INT.values())
@@ -96,7 +97,7 @@ def first_and_last_at_4(model: Model, middle: int) -> dict[str, Any]:
     return {name: INT[4 if name in ends else middle] for name in names}
 
 
-def test_it_is_better_than_uniform_and_than_first_and_last_at_4(trained: Model, data: list[Tensor]) -> None:
+def test_it_is_better_than_uniform_and_its_scores_add_up_to_the_divergence(trained: Model, data: list[Tensor]) -> None:
     uniform, size = divergence(trained, INT[3])
     allocation = allocate(trained, CANDIDATES, size, data)
     found, bytes_after = divergence(trained, allocation)
@@ -107,9 +108,6 @@ def test_it_is_better_than_uniform_and_than_first_and_last_at_4(trained: Model, 
         found, bytes_after = divergence(trained, allocate(trained, CANDIDATES, size, data))
         assert bytes_after <= size
         assert 0 < found < ends
-
-
-def test_the_sum_of_the_scores_is_the_divergence(trained: Model, data: list[Tensor]) -> None:
     for bits in (3, 4):
         allocation = allocate(trained, [INT[bits]], "9 bits", data)
         measured, _ = divergence(trained, allocation)
@@ -117,7 +115,7 @@ def test_the_sum_of_the_scores_is_the_divergence(trained: Model, data: list[Tens
         assert allocation.measure == "divergence of a row of outputs"
 
 
-def test_the_model_is_not_changed_and_runs_are_equal(trained: Model, data: list[Tensor]) -> None:
+def test_runs_are_equal_and_swaps_bring_the_model_nearer(trained: Model, data: list[Tensor]) -> None:
     before = dict(trained.named_parameters())
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     first, second = (allocate(trained, CANDIDATES, "4 bits", iter(data), refine=4) for _ in range(2))
@@ -126,28 +124,6 @@ def test_the_model_is_not_changed_and_runs_are_equal(trained: Model, data: list[
     after = dict(trained.named_parameters())
     assert all(after[name] is before[name] and torch.equal(after[name], values[name]) for name in before)
     assert all(parameter.requires_grad and parameter.grad is None for parameter in after.values())
-
-
-def test_an_error_leaves_the_model_as_it_was(trained: Model, data: list[Tensor]) -> None:
-    before = dict(trained.named_parameters())
-    calls: list[Tensor] = []
-    stop = 0
-
-    def failing(model: nn.Module, ids: Tensor) -> Any:
-        calls.append(ids)
-        if len(calls) > stop:
-            raise KeyboardInterrupt
-        return model(ids)
-
-    for stop in (0, 3, 12, 25):  # noqa: B007
-        calls.clear()
-        with pytest.raises(KeyboardInterrupt):
-            allocate(trained, CANDIDATES, "4 bits", data, forward=failing, refine=50)
-        assert all(parameter is before[name] for name, parameter in trained.named_parameters())
-        assert all(parameter.requires_grad for parameter in trained.parameters())
-
-
-def test_swaps_bring_the_model_nearer(trained: Model, data: list[Tensor]) -> None:
     held_out = [batch(3000 + seed) for seed in range(2)]
     plain = allocate(trained, CANDIDATES, "4.6 bits", data, gradients=False)
     refined = allocate(trained, CANDIDATES, "4.6 bits", data, gradients=False, refine=12, held_out=held_out)
@@ -165,20 +141,23 @@ def test_swaps_bring_the_model_nearer(trained: Model, data: list[Tensor]) -> Non
     assert "swaps kept" in str(refined)
 
 
-@pytest.mark.slow
-def test_it_composes_with_calibration(trained: Model, data: list[Tensor]) -> None:
-    allocation = allocate(trained, CANDIDATES, "4 bits", data)
-    plain, size = divergence(trained, allocation)
-    for wrap in (gptq, auto):
-        calibrated = allocation.map(lambda recipe, wrap=wrap: wrap(recipe, data))
-        found, bytes_after = divergence(trained, calibrated)
-        assert bytes_after == size
-        assert 0 < found < plain
-    scored = allocate(trained, CANDIDATES, "4 bits", data, rounding=gptq())
-    assert scored.score < allocation.score
+def test_errors_and_what_it_returns(trained: Model, data: list[Tensor]) -> None:
+    before = dict(trained.named_parameters())
+    calls: list[Tensor] = []
+    stop = 0
 
+    def failing(model: nn.Module, ids: Tensor) -> Any:
+        calls.append(ids)
+        if len(calls) > stop:
+            raise KeyboardInterrupt
+        return model(ids)
 
-def test_what_it_returns(trained: Model, data: list[Tensor]) -> None:
+    for stop in (0, 3, 12, 25):  # noqa: B007
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            allocate(trained, CANDIDATES, "4 bits", data, forward=failing, refine=50)
+        assert all(parameter is before[name] for name, parameter in trained.named_parameters())
+        assert all(parameter.requires_grad for parameter in trained.parameters())
     allocation = allocate(trained, [*CANDIDATES, None], "5 bits", Data(data))
     names = [name for name, module in trained.named_modules() if isinstance(module, nn.Linear)]
     assert list(allocation) == names
@@ -197,7 +176,20 @@ def test_what_it_returns(trained: Model, data: list[Tensor]) -> None:
     assert set(allocation.uniform) == {str(recipe) for recipe in CANDIDATES} | {"floating point"}
 
 
-def test_tied_weights_experts_and_names() -> None:
+@pytest.mark.slow
+def test_it_composes_with_calibration(trained: Model, data: list[Tensor]) -> None:
+    allocation = allocate(trained, CANDIDATES, "4 bits", data)
+    plain, size = divergence(trained, allocation)
+    for wrap in (gptq, auto):
+        calibrated = allocation.map(lambda recipe, wrap=wrap: wrap(recipe, data))
+        found, bytes_after = divergence(trained, calibrated)
+        assert bytes_after == size
+        assert 0 < found < plain
+    scored = allocate(trained, CANDIDATES, "4 bits", data, rounding=gptq())
+    assert scored.score < allocation.score
+
+
+def test_tied_weights_and_files(trained: Model, data: list[Tensor], tmp_path: Any) -> None:
     model = Model(1)
     model.head.weight = model.embed.weight
     data = [torch.randint(24, (4, 8))]
@@ -209,9 +201,21 @@ def test_tied_weights_experts_and_names() -> None:
     assert report.bytes_after == allocation.nbytes
     assert model.head.weight is model.embed.weight
     assert isinstance(model.embed.weight, AffineQuantizedTensor)
+    allocation = allocate(trained, [*CANDIDATES, None], "4 bits", data, refine=2)
+    folder = allocation.save(tmp_path / "a" / "b", png=False)
+    assert sorted(path.name for path in folder.iterdir()) == ["allocation.json"]
+    for loaded in (Allocation.load(folder), Allocation.load(folder / "allocation.json")):
+        assert dict(loaded) == dict(allocation)
+        assert (loaded.rows, loaded.curve) == (allocation.rows, allocation.curve)
+        assert str(loaded) == str(allocation)
+    mapped = allocation.map(lambda recipe: auto(recipe, data)).save(tmp_path / "mapped", png=False)
+    refuses(r"the recipe of .* cannot be read; save the allocation before \.map", lambda: Allocation.load(mapped))
+    refuses("not the data of an allocation", lambda: Allocation.from_json(json.loads("{}")))
+    with pytest.raises(FileNotFoundError):
+        Allocation.load(tmp_path / "nowhere")
 
 
-def test_candidates_that_do_not_fit_are_left_out_and_said() -> None:
+def test_candidates_and_weights_that_are_left_out_are_said() -> None:
     model = nn.Sequential(nn.Linear(48, 8), nn.Linear(8, 64))
     recipes = [int4_weight_only(32), int8_weight_only()]
     allocation = allocate(model, recipes, "13 bits")
@@ -222,8 +226,6 @@ def test_candidates_that_do_not_fit_are_left_out_and_said() -> None:
     with pytest.raises(ValueError, match=r"no candidate fits some weights; add None .*: 0: int4_weight_only"):
         allocate(model, recipes[:1], "13 bits")
 
-
-def test_a_weight_without_influence_is_said() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -242,61 +244,36 @@ def test_a_weight_without_influence_is_said() -> None:
     assert both.score > allocation.score
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        (
-            {"candidates": int8_weight_only()},
-            TypeError,
-            r"candidates is a list of recipes, got .*\[int8_weight_only\(\)\]",
-        ),
-        ({"candidates": [int8_weight_only]}, TypeError, "a candidate is a recipe for inference"),
-        ({"candidates": []}, ValueError, "there is no candidate"),
-        ({"candidates": [gptq(INT[4], [])]}, ValueError, r"takes no data of its own.*allocation\.map\(lambda recipe"),
-        ({"candidates": {"nothing": CANDIDATES}}, ValueError, "matches no linear layer"),
-        ({"filter_fn": lambda module, name: False}, ValueError, "for no weight of the model"),
-        ({"data": []}, ValueError, "at least one batch"),
-        ({"data": None, "refine": 1}, ValueError, "refine is measured on data; give data="),
-        ({"data": [batch(0)], "refine": 1}, ValueError, "give held_out=, or data of two"),
-        ({"loss": "logit"}, ValueError, 'loss is "logits" or a function'),
-        ({"forward": lambda model, ids: {"ids": ids}}, TypeError, "holds no tensor in floating point"),
-        ({"model": {}}, TypeError, "allocate: takes a model"),
-    ],
-)
+@pytest.mark.parametrize(("given", "error", "words"), [
+    ({"candidates": int8_weight_only()}, TypeError, r"candidates is a list of recipes, got .*\[int8_weight_only\(\)\]"),
+    ({"candidates": [int8_weight_only]}, TypeError, "a candidate is a recipe for inference"),
+    ({"candidates": []}, ValueError, "there is no candidate"),
+    ({"candidates": [gptq(INT[4], [])]}, ValueError, r"takes no data of its own.*allocation\.map\(lambda recipe"),
+    ({"candidates": {"nothing": CANDIDATES}}, ValueError, "matches no linear layer"),
+    ({"filter_fn": lambda module, name: False}, ValueError, "for no weight of the model"),
+    ({"data": []}, ValueError, "at least one batch"),
+    ({"data": None, "refine": 1}, ValueError, "refine is measured on data; give data="),
+    ({"data": [batch(0)], "refine": 1}, ValueError, "give held_out=, or data of two"),
+    ({"loss": "logit"}, ValueError, 'loss is "logits" or a function'),
+    ({"forward": lambda model, ids: {"ids": ids}}, TypeError, "holds no tensor in floating point"),
+    ({"model": {}}, TypeError, "allocate: takes a model"),
+])  # fmt: skip
 def test_errors(given: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         allocate(**{"model": Model(1), "candidates": CANDIDATES, "budget": "8 bits", "data": [batch(0)]} | given)
 
 
-def test_save_and_load(trained: Model, data: list[Tensor], tmp_path: Any) -> None:
-    allocation = allocate(trained, [*CANDIDATES, None], "4 bits", data, refine=2)
-    folder = allocation.save(tmp_path / "a" / "b", png=False)
-    assert sorted(path.name for path in folder.iterdir()) == ["allocation.json"]
-    for loaded in (Allocation.load(folder), Allocation.load(folder / "allocation.json")):
-        assert dict(loaded) == dict(allocation)
-        assert loaded.rows == allocation.rows
-        assert loaded.curve == allocation.curve
-        assert str(loaded) == str(allocation)
-    mapped = allocation.map(lambda recipe: auto(recipe, data)).save(tmp_path / "mapped", png=False)
-    with pytest.raises(ValueError, match=r"the recipe of .* cannot be read; save the allocation before \.map"):
-        Allocation.load(mapped)
-    with pytest.raises(ValueError, match="not the data of an allocation"):
-        Allocation.from_json(json.loads("{}"))
-    with pytest.raises(FileNotFoundError):
-        Allocation.load(tmp_path / "nowhere")
-
-
-def test_without_matplotlib(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation_file, "has_matplotlib", lambda: False)
-    allocation = allocate(nn.Sequential(nn.Linear(32, 32)), CANDIDATES, "4 bits")
-    folder = allocation.save(tmp_path / "plain")
-    assert sorted(path.name for path in folder.iterdir()) == ["allocation.json"]
-    with pytest.raises(ImportError, match="png=True takes matplotlib: pip install matplotlib"):
-        allocation.save(tmp_path / "never", png=True)
-    assert not (tmp_path / "never").exists()
-
-
-def test_picture(trained: Model, data: list[Tensor], tmp_path: Any) -> None:
+def test_without_matplotlib_and_with_it(
+    trained: Model, data: list[Tensor], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(allocation_file, "has_matplotlib", lambda: False)
+        allocation = allocate(nn.Sequential(nn.Linear(32, 32)), CANDIDATES, "4 bits")
+        folder = allocation.save(tmp_path / "plain")
+        assert sorted(path.name for path in folder.iterdir()) == ["allocation.json"]
+        with pytest.raises(ImportError, match="png=True takes matplotlib: pip install matplotlib"):
+            allocation.save(tmp_path / "never", png=True)
+        assert not (tmp_path / "never").exists()
     pytest.importorskip("matplotlib")
     folder = allocate(trained, [*CANDIDATES, None], "4 bits", data).save(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["allocation.json", "curve.png"]

@@ -82,7 +82,7 @@ def test_with_gradients_rows_have_the_weight_of_their_gradients() -> None:
     assert model.training
 
 
-def test_rounding_by_gptq() -> None:
+def test_rounding_by_gptq_and_quantized_activations() -> None:
     model, data = Mlp(), batches(40, 16)
     items, found = scores_of(model, data, gradients=False, rounding=gptq())
     _, nearest = scores_of(model, data, gradients=False)
@@ -95,9 +95,6 @@ def test_rounding_by_gptq() -> None:
     size = 2 * form(items[0].matrix, moment, ones)
     assert found[0].values[0] == pytest.approx(form(error, moment, ones) / size, rel=1e-3)
     assert all(0 < a.values[0] < b.values[0] for a, b in zip(found, nearest))
-
-
-def test_quantized_activations_count() -> None:
     model, data = Mlp(), batches(50, 16)
     both, weight_only = qtorch.int8_dynamic_activation_int8_weight(), qtorch.int8_weight_only()
     static = qtorch.int8_static_activation_int8_weight(4 / 127)
@@ -202,7 +199,7 @@ class TiedModel(nn.Module):
         return self.head(self.mix(x))
 
 
-def test_a_tied_table_has_the_errors_of_both_uses() -> None:
+def test_a_tied_table_has_the_errors_of_both_uses_also_where_outputs_change() -> None:
     tied, data = TiedModel(), [torch.randint(20, (3, 9)) for _ in range(4)]
     apart = copy.deepcopy(tied)
     apart.head.weight = nn.Parameter(tied.head.weight.detach().clone())
@@ -217,9 +214,6 @@ def test_a_tied_table_has_the_errors_of_both_uses() -> None:
     (plain,) = score_weights(items, apart, Data(data), gradients=False)
     squares, sizes = (each.detach().square().sum(1) for each in (error, apart.embed.weight))
     assert plain.values[0] == pytest.approx(float(counts @ squares / (counts @ sizes)) / 2, rel=1e-4)
-
-
-def test_outputs_may_be_changed_in_place() -> None:
     plain, in_place = TiedModel(), TiedModel(in_place=True)
     in_place.load_state_dict(plain.state_dict())
     data = [torch.randint(20, (3, 9))]
@@ -247,7 +241,7 @@ def test_frozen_parameters_and_padding_change_nothing() -> None:
         assert a.tokens == b.tokens == 36
 
 
-def test_a_weight_that_no_batch_uses_counts_as_an_average_one() -> None:
+def test_labels_are_sampled_and_unused_weights_count_as_average() -> None:
     model = Mlp()
     model.unused = nn.Linear(16, 8)
     items, found = scores_of(model, batches(5, 16))
@@ -256,9 +250,6 @@ def test_a_weight_that_no_batch_uses_counts_as_an_average_one() -> None:
     assert 0 == unused.values[2] < unused.values[1] < unused.values[0]
     used = [scores.values[0] for scores in found if scores.tokens]
     assert 0.1 * min(used) < unused.values[0] < 10 * max(used)
-
-
-def test_labels_are_sampled_from_the_model() -> None:
     logits = torch.tensor([2.0, 0.0, -1.0]).repeat(20000, 1).requires_grad_()
     Rows.of(logits, None, logits=True).sampled_loss(torch.Generator().manual_seed(0)).backward()
     p = torch.tensor([2.0, 0.0, -1.0]).softmax(-1)

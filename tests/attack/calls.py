@@ -122,8 +122,6 @@ def resume(result: str) -> None:
 
 
 # --- saves ---
-
-
 def constant(value: float, width: int = WIDTH, count: int = 6) -> nn.Sequential:
     """Layers that are full of a number, some of them quantized."""
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)]).requires_grad_(False)
@@ -208,8 +206,6 @@ def save_within(path: str, shard_size: str, limits: str) -> None:
 
 
 # --- commands ---
-
-
 def attempt(arguments: list[str], seconds: float | None, largest: int | None) -> str:
     """Run the command in a fork of this process, which has imported everything."""
     child = os.fork()

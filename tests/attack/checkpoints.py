@@ -97,8 +97,6 @@ def contents(model: nn.Module) -> dict[str, Tensor]:
 
 
 # --- what is done to them ---
-
-
 def exchange_files(folder: Path, rng: random.Random) -> tuple[str, bool]:
     """Shards that are missing, exchanged, of another save or no files; a root of another save."""
     shards = sorted(folder.glob("model-*"))
@@ -134,8 +132,6 @@ DAMAGES: list[damage.Damage] = [*[damage.edit_header] * 6, damage.edit_bytes, da
 
 
 # --- a case ---
-
-
 def run(seed: int) -> str | None:
     """What is wrong with the case `seed`; None if nothing is."""
     rng = random.Random(seed)

@@ -228,7 +228,6 @@ def damage_bytes(data: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 # --- damage to the files of a folder ---
-
 Damage = Callable[[Path, random.Random], tuple[str, bool]]
 """Changes a folder: what was done, and whether checksums tell."""
 

@@ -149,8 +149,6 @@ for _name, (_title, _refuses, _way) in WAYS.items():
 
 
 # --- others ---
-
-
 @operation(GROUP, "`p.data = x` of another shape", refuses=r"shape|size|data")
 def assign_data_of_another_shape(subject: Subject) -> None:
     layer = subject.layer()

@@ -91,7 +91,6 @@ def _one_line(error: BaseException) -> str:
 
 
 # --- what the rows share ---
-
 ROWS = (1, 3, 64)
 
 

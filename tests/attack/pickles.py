@@ -89,8 +89,6 @@ def damaged(seed: int) -> tuple[str, bytes]:
 
 
 # --- changes to the arguments of `rebuild`: each says what it did ---
-
-
 def type_name(arguments: Arguments, pick: random.Random) -> str:
     names = ["AffineQuantizedTensor", "LUTQuantizedTensor", "UintxTensor", "ConvWeight", "MasterWeight"]
     names += ["FakeQuantizedWeight", "CodesWeight", "BitnetWeight", "TrainingWeight", "QuantizedTensor"]
@@ -223,8 +221,6 @@ DAMAGES = [
 
 
 # --- changes to one inner tensor ---
-
-
 def _fewer_rows(tensor: Tensor, pick: random.Random) -> Tensor:
     return tensor[: pick.choice([0, 1, tensor.shape[0] // 2, tensor.shape[0] - 1])].clone()
 
@@ -312,8 +308,6 @@ TENSOR_CHANGES = [
 
 
 # --- the call inside others that torch.load allows ---
-
-
 def _with_state_of_a_parameter(arguments: Arguments, pick: random.Random) -> list[Any]:
     hidden = {pick.choice(HIDING): pick.choice([torch.ones(1, dtype=torch.int8), "text", None])}
     inner = Reduced(rebuild, arguments)

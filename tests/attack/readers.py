@@ -37,17 +37,7 @@ from qtorch.kernels.cuda.launch_config import SHIPPED, Table
 from tests.attack import damage
 from tests.calibration import test_resume
 from tests.float_checkpoints import decoder, save_shards
-from tests.formats import (
-    test_awq,
-    test_bitnet,
-    test_float8,
-    test_gptq,
-    test_hqq,
-    test_mxfp4,
-    test_quanto,
-    test_torchao,
-    test_torchao_pickle,
-)
+from tests.formats import test_bitnet_mxfp4, test_float8, test_gptq_awq, test_hqq_quanto, test_torchao
 from tests.formats.folders import Layer, plain_tensors, quantized_config, write
 
 SECONDS = 2.0
@@ -71,7 +61,6 @@ class Reader(NamedTuple):
 
 
 # --- folders of other packages ---
-
 INT4 = qtorch.int4_weight_only(group_size=32)
 
 
@@ -104,18 +93,18 @@ def deepseek() -> dict[str, Tensor]:
 GPTQ, BF16 = {"bits": 4, "group_size": 32}, "bfloat16"
 WRITTEN: dict[str, tuple[Callable[[], Mapping[str, Tensor]], dict[str, Any]]] = {
     "auto_round": (
-        lambda: test_gptq.layer(4, 3),
+        lambda: test_gptq_awq.layer(4, 3),
         quantized_config("auto-round", packing_format="auto_round:gptqmodel", **GPTQ),
     ),
-    "awq": (test_awq.layer, test_awq.config()),
-    "bitnet": (test_bitnet.layer, test_bitnet.config()),
+    "awq": (test_gptq_awq.layer_of_awq, test_gptq_awq.config()),
+    "bitnet": (test_bitnet_mxfp4.layer, test_bitnet_mxfp4.config()),
     "bitsandbytes": (bitsandbytes, quantized_config("bitsandbytes", BF16)),
     "deepseek": (deepseek, quantized_config("fp8", BF16, weight_block_size=[16, 32])),
-    "gptq": (lambda: test_gptq.layer(4, 3), quantized_config("gptq", checkpoint_format="gptq_v2", **GPTQ)),
-    "hqq": (lambda: test_hqq.layer(3), quantized_config("hqq")),
+    "gptq": (lambda: test_gptq_awq.layer(4, 3), quantized_config("gptq", checkpoint_format="gptq_v2", **GPTQ)),
+    "hqq": (lambda: test_hqq_quanto.layer(3), quantized_config("hqq")),
     "modelopt": (test_float8.nvfp4, quantized_config("modelopt", BF16, quant_algo="NVFP4")),
-    "mxfp4": (test_mxfp4.layer, quantized_config("mxfp4", BF16)),
-    "quanto": (test_quanto.layer, quantized_config("quanto", BF16)),
+    "mxfp4": (test_bitnet_mxfp4.layer_of_mxfp4, quantized_config("mxfp4", BF16)),
+    "quanto": (test_hqq_quanto.layer_of_quanto, quantized_config("quanto", BF16)),
 }
 
 
@@ -126,14 +115,14 @@ def others(name: str, path: Path) -> Path:
 
 SHAPES: dict[str, tuple[int, ...]] = {
     **{"auto_round": (32, 96), "gptq": (32, 96), "bitsandbytes": (24, 128), "torchao": (24, 64)},
-    "mxfp4": test_mxfp4.SHAPE,
+    "mxfp4": test_bitnet_mxfp4.MXFP4_SHAPE,
 }
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     **{name: functools.partial(others, name) for name in WRITTEN},
     "compressed_tensors": functools.partial(ours, "compressed-tensors"),
     "floats": lambda path: write(path, Layer(32, 64).state_dict(), 2, {"dtype": "float32"}),
     "torchao": torchao,
-    "torchao_pickle": lambda path: test_torchao_pickle.written(path, test_torchao_pickle.layer(), 2),
+    "torchao_pickle": lambda path: test_torchao.written(path, test_torchao.layer(), 2),
     "transformers": functools.partial(ours, "transformers"),
 }
 """By name: what writes a folder with a weight of `SHAPES`. Every registered format but GGUF and the own."""
@@ -158,10 +147,8 @@ def load(shape: tuple[int, ...], path: Path, whole: bool) -> str | None:
 
 
 # --- single files ---
-
-
 def gguf(path: Path) -> Path:
-    from tests.formats.gguf import test_container
+    from tests.formats.gguf import test_blocks as test_container
 
     path.mkdir()
     return test_container.file(path / "model.gguf")
@@ -239,8 +226,6 @@ def read_recipes(path: Path, whole: bool) -> str | None:
 
 
 # --- what an interrupted call left ---
-
-
 class Interruption(Exception):
     pass
 
@@ -356,8 +341,6 @@ READERS: dict[str, Reader] = {
 
 
 # --- damage ---
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     """By name; of files that `edit_places` has grown, the first megabyte."""
     found = [path for path in folder.rglob("*") if path.is_file()]
@@ -410,8 +393,6 @@ DAMAGES: list[damage.Damage] = [
 
 
 # --- a case ---
-
-
 @functools.cache
 def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="attack-"))  # in the folder that `workers` removes

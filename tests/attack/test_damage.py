@@ -45,14 +45,18 @@ def test_every_seed(kind: str, first: int, stop: int) -> None:
     assert not found, f"{len(found)} of {stop - first}:\n" + "\n".join(found[:40])
 
 
-def test_the_cases_are_there() -> None:
+def test_the_cases_are_there_and_depend_on_their_seed_alone() -> None:
     assert len(CASES) > 1000
     assert {"qdata", "scale", "zero_point"} <= {case.tensor for case in CASES}
+    assert [pickles.damaged(seed)[0] for seed in range(20)] == [pickles.damaged(seed)[0] for seed in range(20)]
+    words = " ".join(pickles.damaged(seed)[0] for seed in range(400))
+    assert all(
+        word in words for word in ("scheme: shape", "state", "type name", "tensors: missing", "not_a_tensor", "deep")
+    )
+    assert len(set(pickles.DAMAGES)) == 10
 
 
 # --- what is not damaged is sound, so that a failure above is one of the damage ---
-
-
 @pytest.mark.parametrize("name", every_recipe.NAMES)
 @pytest.mark.parametrize("options", [{}, pytest.param({"mmap": True}, marks=pytest.mark.slow)], ids=str)
 def test_a_checkpoint_that_is_not_damaged(name: str, options: dict[str, bool]) -> None:
@@ -82,15 +86,6 @@ def test_damage_to_a_checkpoint_depends_on_the_seed_alone(damage: Damage, tmp_pa
     assert sum(files != whole for _, _, files in done) > 8
 
 
-def test_cases_of_pickles_depend_on_their_seed_alone() -> None:
-    assert [pickles.damaged(seed)[0] for seed in range(20)] == [pickles.damaged(seed)[0] for seed in range(20)]
-    words = " ".join(pickles.damaged(seed)[0] for seed in range(400))
-    assert all(
-        word in words for word in ("scheme: shape", "state", "type name", "tensors: missing", "not_a_tensor", "deep")
-    )
-    assert len(set(pickles.DAMAGES)) == 10
-
-
 def test_a_dying_process_is_a_failure() -> None:
     """The attack itself: a case that kills its process is found, and the cases after it run."""
     found = workers.failures("tests.attack.dying", 0, 5)
@@ -103,7 +98,6 @@ def test_a_dying_process_is_a_failure() -> None:
 
 
 # --- files of every other reader ---
-
 needs_packages = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("gguf", "bitsandbytes"))), reason="needs gguf and bitsandbytes"
 )
@@ -119,7 +113,7 @@ def test_every_seed_of_a_reader(name: str) -> None:
 
 
 @needs_packages
-def test_every_registered_reader_is_among_them(tmp_path: Path) -> None:
+def test_readers_are_registered_and_damage_depends_on_the_seed(tmp_path: Path) -> None:
     """That of `save_quantized` is attacked by `checkpoints`."""
     seen = {QtorchSource}
     for name in [*readers.FOLDERS, "gguf"]:
@@ -128,11 +122,7 @@ def test_every_registered_reader_is_among_them(tmp_path: Path) -> None:
         seen.add(next(kind for kind in SOURCES if kind.recognizes(path)))
     assert seen == set(SOURCES)
     assert {f"unfinished {name}" for name in ("qtorch", *SAVE_FORMATS)} <= readers.READERS.keys()
-
-
-@needs_packages
-def test_damage_to_other_files_depends_on_the_seed_alone(tmp_path: Path) -> None:
-    """And it does damage."""
+    # And it does damage.
     done = []
     for attempt in range(2):
         for seed in range(12):
@@ -147,8 +137,6 @@ def test_damage_to_other_files_depends_on_the_seed_alone(tmp_path: Path) -> None
 
 
 # --- pickles that change what was checked ---
-
-
 def test_the_state_of_a_parameter() -> None:
     """torch's own function of this name may be in a pickle as well."""
     original = qtorch.int8_weight_only().apply(torch.randn(256, 256))

@@ -207,7 +207,7 @@ def test_weights_of_several_shapes_as_arguments(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8_weight_only", pytest.param("qat", marks=pytest.mark.slow)])
-def test_training_step_with_breaks(name: str) -> None:
+def test_training_steps_and_checkpointing(name: str) -> None:
     """backward() is run outside graphs too."""
     model = quantized("InLoop", name)
     head = nn.Linear(64, 1)
@@ -223,6 +223,15 @@ def test_training_step_with_breaks(name: str) -> None:
     head.weight.grad = None
     torch.compile(step, backend="eager")()
     torch.testing.assert_close(head.weight.grad, wanted)
+    # In eager mode it is a row of the matrix.
+    block = Block()
+    quantize_(block, recipe_of(name))
+    block(torch.randn(8, 64))
+    block.eval()
+    x = torch.randn(8, 64)
+    run = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), backend="aot_eager")
+    for a, b in zip(gradients(run, block, x), gradients(block, block, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("mark", [False, True])
@@ -237,19 +246,6 @@ def test_one_graph_for_all_batch_sizes(mark: bool) -> None:
             torch._dynamo.mark_dynamic(x, 0)
         torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == (1 if mark else 2)
-
-
-@pytest.mark.parametrize("name", ["int8_weight_only", pytest.param("qat", marks=pytest.mark.slow)])
-def test_checkpointing_compiled(name: str) -> None:
-    """In eager mode it is a row of the matrix."""
-    block = Block()
-    quantize_(block, recipe_of(name))
-    block(torch.randn(8, 64))
-    block.eval()
-    x = torch.randn(8, 64)
-    run = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), backend="aot_eager")
-    for a, b in zip(gradients(run, block, x), gradients(block, block, x), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 RECIPE = qtorch.int8_weight_only()

@@ -32,8 +32,6 @@ def path(tmp_path: Path) -> Path:
 
 
 # --- killed ---
-
-
 @pytest.mark.slow
 @needs_fork
 def test_killed_at_every_step(tmp_path: Path) -> None:
@@ -81,8 +79,6 @@ def test_killed_at_any_time(shard_size: int, path: Path) -> None:
 
 
 # --- loaded meanwhile ---
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shard_size", [1, 10_000, 2**30])
 @pytest.mark.parametrize("mmap", [True, False])
@@ -120,8 +116,6 @@ def test_a_root_that_is_replaced_between_its_shards(path: Path, monkeypatch: pyt
 
 
 # --- errors ---
-
-
 @pytest.mark.parametrize("step", ["write_file", "os.replace", "os.fsync"])
 @pytest.mark.parametrize("times", [0, 1, 2])
 def test_failure_while_saving(step: str, times: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +141,6 @@ def test_failure_while_saving(step: str, times: int, path: Path, monkeypatch: py
 
 
 # --- a disk that is full ---
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
 @pytest.mark.parametrize("shard_size", [1, SMALL, 2**30])

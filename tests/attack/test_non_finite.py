@@ -65,8 +65,6 @@ def linear(name: str, dtype: torch.dtype = torch.float32, **options: bool) -> nn
 
 
 # --- inference: recipes ---
-
-
 @every_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("each_library")
@@ -117,7 +115,6 @@ def test_every_recipe_compiled(name: str, rows: int) -> None:
 
 
 # --- inference: kernels ---
-
 INT8, FLOAT8 = QuantSpec("int8", quant_min=-127), QuantSpec("float8_e4m3fn")
 EXTRA_SCHEMES = {
     "int8, percentile": LinearSpec(INT8, QuantSpec("int8", PerToken(), scale_rule=PercentileRule(90.0))),
@@ -189,7 +186,6 @@ def test_a_static_scale(build: str | None, zero_point: int | None) -> None:
 
 
 # --- training ---
-
 TOKENS, FEATURES, OUTPUTS = 40, 64, 96
 
 Layer = Callable[[], nn.Sequential]
@@ -288,15 +284,11 @@ def test_a_weight_in_training(recipe: object, data: bool) -> None:
         assert not changed[0].weight.detach().dequantize()[5].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        lsq(),
-        lsq(activations="clip"),
-        scheduled_qat(make("int8_static_activation_int8_weight"), observer="moving_average"),
-    ],
-    ids=["step", "clip", "observer"],
-)
+@pytest.mark.parametrize("recipe", [
+    lsq(),
+    lsq(activations="clip"),
+    scheduled_qat(make("int8_static_activation_int8_weight"), observer="moving_average"),
+], ids=["step", "clip", "observer"])  # fmt: skip
 def test_observed_ranges_are_those_of_finite_rows(recipe: object) -> None:
     model = nn.Sequential(nn.Linear(FEATURES, OUTPUTS))
     quantize_(model, recipe)
@@ -334,17 +326,13 @@ def test_a_convolution_that_learns_its_steps(recipe: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        RECIPES["int8_tilewise_training"](),
-        RECIPES["float8_training"]("tensorwise"),
-        qat(make("int8_static_activation_int8_weight")),
-        qat(make("nvfp4_dynamic_activation_nvfp4_weight")),
-        scheduled_qat(make("int8_static_activation_int8_weight")),
-    ],
-    ids=lambda recipe: recipe.name,
-)
+@pytest.mark.parametrize("recipe", [
+    RECIPES["int8_tilewise_training"](),
+    RECIPES["float8_training"]("tensorwise"),
+    qat(make("int8_static_activation_int8_weight")),
+    qat(make("nvfp4_dynamic_activation_nvfp4_weight")),
+    scheduled_qat(make("int8_static_activation_int8_weight")),
+], ids=lambda recipe: recipe.name)  # fmt: skip
 def test_training_compiled(recipe: object) -> None:
     model = prepared(recipe)
     compiled, g = torch.compile(model, fullgraph=True), torch.randn(TOKENS, OUTPUTS)
@@ -369,8 +357,6 @@ def test_training_compiled(recipe: object) -> None:
 
 
 # --- weights ---
-
-
 @every_recipe
 @pytest.mark.parametrize("value", VALUES)
 def test_copy_into_a_frozen_weight(name: str, value: float) -> None:

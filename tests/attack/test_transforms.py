@@ -13,6 +13,7 @@ import qtorch
 from qtorch import quantize_
 from tests.attack import training_recipes
 from tests.every_recipe import NAMES, make
+from tests.refusals import refuses
 
 
 def recipe_of(name: str) -> object:
@@ -65,22 +66,14 @@ def test_vmap_gives_what_a_loop_gives(name: str) -> None:
 
 
 @every
-def test_gradients_per_example(name: str) -> None:
+def test_gradients_per_example_of_weights_and_adapters(name: str) -> None:
     model, x = model_of(name), torch.randn(3, 64)
     wanted = torch.stack([gradient(model, row) for row in x])
     close(vmap(grad(energy(model)))(x), wanted)
     close(grad(lambda x: vmap(model)(x).square().sum())(x), wanted)
-
-
-@every
-def test_jacrev(name: str) -> None:
     model, x = model_of(name), torch.randn(64)
     part = lambda x: model(x)[::16]  # noqa: E731
     close(jacrev(part)(x), torch.autograd.functional.jacobian(part, x))
-
-
-@every
-def test_gradients_of_adapters_per_example(name: str) -> None:
     model, x = model_of(name), torch.randn(3, 64)
     adapters = {"a": torch.randn(64, 4) / 8, "b": torch.randn(4, 64)}
 
@@ -103,7 +96,7 @@ def test_functional_call_compiled(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", training_recipes.NAMES)
-def test_parameters_get_the_gradients_of_a_loop(name: str) -> None:
+def test_gradients_of_parameters_in_training(name: str) -> None:
     model, x = model_of(name), torch.randn(3, 64)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in parameters:
@@ -114,39 +107,29 @@ def test_parameters_get_the_gradients_of_a_loop(name: str) -> None:
     assert parameters
     for a, b in zip(got, wanted, strict=True):
         close(a, b)
+    model, x = model_of(name), torch.randn(64)
+    refuses(r"use torch.func.vjp or jacrev", lambda: jvp(model, (x,), (x,)), NotImplementedError)
+    with pytest.raises(RuntimeError, match="second derivative of a layer in training"):
+        grad(lambda x: grad(energy(model))(x).square().sum())(x)
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(energy(model)(x), x, create_graph=True)
+    refuses(r"once_differentiable|second derivative", lambda: first.square().sum().backward(), RuntimeError)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_forward_mode(name: str) -> None:
+def test_forward_mode_and_second_derivatives_of_a_frozen_model(name: str) -> None:
     """The transpose of reverse mode: <J v, u> = <v, J' u>."""
     model, x, v, u = model_of(name), torch.randn(3, 64), torch.randn(3, 64), torch.randn(3, 64)
     y, tangent = jvp(model, (x,), (v,))
     close(y, model(x))
     close((tangent * u).sum(), (vjp(model, x)[1](u)[0] * v).sum())
     close(jacfwd(lambda few: model(torch.cat([few, x[0, 4:]])))(x[0, :4]), jacrev(model)(x[0])[:, :4])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_second_derivative_of_a_frozen_model(name: str) -> None:
     model, x = model_of(name), torch.randn(64)
 
     def smooth(few: Tensor) -> Tensor:
         return model(torch.cat([few, x[4:]])).tanh().square().sum()
 
     close(hessian(smooth)(x[:4]), torch.autograd.functional.hessian(smooth, x[:4]))
-
-
-@pytest.mark.parametrize("name", training_recipes.NAMES)
-def test_what_a_layer_in_training_does_not_have_is_named(name: str) -> None:
-    model, x = model_of(name), torch.randn(64)
-    with pytest.raises(NotImplementedError, match=r"use torch.func.vjp or jacrev"):
-        jvp(model, (x,), (x,))
-    with pytest.raises(RuntimeError, match="second derivative of a layer in training"):
-        grad(lambda x: grad(energy(model))(x).square().sum())(x)
-    x.requires_grad_()
-    (first,) = torch.autograd.grad(energy(model)(x), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|second derivative"):
-        first.square().sum().backward()
 
 
 @pytest.mark.parametrize("name", ["int8_mixed_precision_training", "qat", "bitnet_training"])
@@ -204,7 +187,7 @@ def test_products_other_than_linear(name: str) -> None:
         close(grad(energy(product))(x[0]), gradient(product, x[0]))
 
 
-def test_batched_bias() -> None:
+def test_batched_bias_and_its_training() -> None:
     layer = quantized_layer()
     x, biases = torch.randn(3, 5, 64), torch.randn(3, 64)
     got = vmap(functional.linear, in_dims=(0, None, 0))(x, layer.weight, biases)
@@ -212,33 +195,6 @@ def test_batched_bias() -> None:
     close(
         vmap(functional.linear, in_dims=(None, None, 0))(x[0], layer.weight, biases)[1], got[0] - biases[0] + biases[1]
     )
-
-
-def quantized_layer() -> nn.Linear:
-    layer = nn.Linear(64, 64)
-    quantize_(layer, qtorch.int8_dynamic_activation_int8_weight())
-    return layer
-
-
-def test_bias_trains_beside_a_frozen_weight() -> None:
-    layer, x = quantized_layer(), torch.randn(5, 64)
-
-    def loss(bias: Tensor) -> Tensor:
-        return functional.linear(x, layer.weight, bias).square().sum()
-
-    bias = layer.bias.detach()
-    close(grad(loss)(bias), 2 * layer(x).detach().sum(0))
-
-
-def test_only_the_bias_of_a_frozen_layer_gets_a_gradient() -> None:
-    layer, x = quantized_layer(), torch.randn(5, 64)
-    (wanted,) = torch.autograd.grad(energy(layer)(x), layer.bias)
-    energy(vmap(layer))(x).backward()
-    assert layer.weight.grad is None
-    close(layer.bias.grad, wanted)
-
-
-def test_tangents_of_dual_tensors_are_not_lost() -> None:
     from torch.autograd import forward_ad
 
     layer, x, v = quantized_layer(), torch.randn(5, 64), torch.randn(5, 64)
@@ -247,6 +203,24 @@ def test_tangents_of_dual_tensors_are_not_lost() -> None:
     with torch.no_grad(), forward_ad.dual_level():
         tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, v))).tangent
     close(tangent, jvp(layer, (x,), (v,))[1])
+    layer, x = quantized_layer(), torch.randn(5, 64)
+
+    def loss(bias: Tensor) -> Tensor:
+        return functional.linear(x, layer.weight, bias).square().sum()
+
+    bias = layer.bias.detach()
+    close(grad(loss)(bias), 2 * layer(x).detach().sum(0))
+    layer, x = quantized_layer(), torch.randn(5, 64)
+    (wanted,) = torch.autograd.grad(energy(layer)(x), layer.bias)
+    energy(vmap(layer))(x).backward()
+    assert layer.weight.grad is None
+    close(layer.bias.grad, wanted)
+
+
+def quantized_layer() -> nn.Linear:
+    layer = nn.Linear(64, 64)
+    quantize_(layer, qtorch.int8_dynamic_activation_int8_weight())
+    return layer
 
 
 FROZEN = ["int8_weight_only", "int8_dynamic_activation_int8_weight", "nf4_weight_only"]

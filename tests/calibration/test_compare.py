@@ -153,7 +153,7 @@ def test_dynamic_activations_and_training(recipe: Any) -> None:
     assert all(module.own is not None and 25 < module.own.sqnr < 60 for module in found.modules)
 
 
-def test_a_quantized_cache_is_the_rest() -> None:
+def test_quantized_caches_attention_and_unused_modules() -> None:
     model, data = built("llama")
     quantized = copy.deepcopy(model)
     quantize_(quantized, INT8)
@@ -170,10 +170,6 @@ def test_a_quantized_cache_is_the_rest() -> None:
     found = compare_models(quantized, model, data, forward=forward, shares=True)
     assert found.rest is not None
     assert 0.3 < found.rest < 1.1
-
-
-def test_attention_of_torch_and_unused_modules() -> None:
-    torch.manual_seed(0)
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -197,7 +193,6 @@ def test_attention_of_torch_and_unused_modules() -> None:
 
 
 def test_advice_on_outliers_concentration_and_spread() -> None:
-    torch.manual_seed(0)
     layers = [nn.Linear(64, 64) for _ in range(4)]
     model = nn.Sequential(*layers).eval()
     x = torch.randn(4, 64)
@@ -214,7 +209,7 @@ def test_advice_on_outliers_concentration_and_spread() -> None:
     assert "smooth()" in compare_models(quantized, model, [x]).advice[0]
 
 
-def test_an_output_that_is_not_finite_is_the_worst() -> None:
+def test_what_is_not_finite_is_the_worst_and_all_is_printed(tmp_path: Path) -> None:
     quantized, model, x = two_layers()
     quantized[2].weight.scale[0].fill_(math.nan)
     found = compare_models(quantized, model, [x])
@@ -222,9 +217,6 @@ def test_an_output_that_is_not_finite_is_the_worst() -> None:
     assert found.ranked[0].own.sqnr == -math.inf
     assert found.advice[0].startswith("2: its output holds a NaN")
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["modules"][1]["own"]["sqnr"] is None
-
-
-def test_it_is_printed_and_saved(tmp_path: Path) -> None:
     quantized, model, x = two_layers()
     found = compare_models(quantized, model, [x])
     assert str(found).splitlines()[0].startswith("1 - cosine of the outputs ")
@@ -236,13 +228,10 @@ def test_it_is_printed_and_saved(tmp_path: Path) -> None:
     assert (tmp_path / "report" / "errors.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda quantized, model: (model, model), "no weight of this Sequential is quantized"),
-        (lambda quantized, model: (quantized, model[0]), "the reference has no module 0"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda quantized, model: (model, model), "no weight of this Sequential is quantized"),
+    (lambda quantized, model: (quantized, model[0]), "the reference has no module 0"),
+])  # fmt: skip
 def test_what_cannot_be_compared_is_refused(change: Any, message: str) -> None:
     quantized, model, x = two_layers()
     with pytest.raises(ValueError, match=f"compare_models: {message}"):

@@ -1,7 +1,9 @@
-"""Calibration in the order of the model: each weight meets the inputs that it will have, and the model stays whole."""
+"""Calibration in the order of the model, and what it is estimated to need."""
 
 import copy
+import itertools
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,6 +19,8 @@ from qtorch import quantize_
 from qtorch.calibration import AutoRound, auto, calibrated, gptq, observed
 from qtorch.calibration.rounding import FloatTarget, Gptq, Grid
 from qtorch.dtypes import AffineQuantizedTensor
+from tests.calibration.test_resume import bits
+from tests.refusals import refuses
 
 INT3 = qtorch.intx_weight_only("int3", group_size=16)
 IDS = torch.ones(2, 3, dtype=torch.long)
@@ -141,13 +145,12 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
         return model(batch)
 
     data = batches()
-    with pytest.raises(RuntimeError, match="no more"):
-        quantize_(model, gptq(INT3, data, forward=failing))
+    refuses("no more", lambda: quantize_(model, gptq(INT3, data, forward=failing)), RuntimeError)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert model.training
 
 
-def test_padding_does_not_count() -> None:
+def test_padding_and_experts() -> None:
     model, data = Model(), batches()
     padded = []
     for x in data:
@@ -169,6 +172,15 @@ def test_padding_does_not_count() -> None:
             quantize_(quantized, observed(qtorch.int8_static_activation_int8_weight(), given, observer=observer))
             scales.append(torch.stack([p.act_scale.squeeze() for p in quantized.parameters() if p.dim() == 2]))
         torch.testing.assert_close(scales[0], scales[1], rtol=1e-4, atol=0)
+    estimate = quantize_(Experts(), {"weight": gptq(INT3, [torch.randn(8, 32)])}, dry_run=True).estimate
+    assert (estimate.statistics_bytes, estimate.blocks, estimate.stream_bytes) == (3 * 4 * 32 * 32, 0, 0)
+    report = quantize_(Model(), gptq(INT3, batches()), dry_run=True)
+    assert "calibration on 3 batches in 3 blocks: about " in str(report)
+    assert report.to_json()["estimate"]["blocks"] == 3
+    assert all(row.calibration is None and row.bytes_after < row.bytes_before for row in report.quantized)
+    assert quantize_(Model(), INT3, dry_run=True).estimate is None
+    with pytest.raises(ValueError, match="at least one batch"):
+        quantize_(Model(), gptq(INT3, []), dry_run=True)
 
 
 class Looped(nn.Module):
@@ -245,38 +257,34 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
         quantize_(kind(), {"weight": gptq(INT3, [x], strict=True)})
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: calibrated(gptq(INT3, []), []), "takes a recipe for inference"),
-        (
-            lambda: auto(qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), [], learn=AutoRound()),
-            "prunes weights, which learn=",
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: calibrated(gptq(INT3, []), []), "takes a recipe for inference"),
+    (
+        lambda: auto(qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), [], learn=AutoRound()),
+        "prunes weights, which learn=",
+    ),
+    (lambda: gptq(INT3), "takes a recipe and batches"),
+    (
+        lambda: quantize_(Model(1), {"head": gptq(INT3, batches()), "front": gptq(INT3, batches())}),
+        "take the same data",
+    ),
+    (lambda: quantize_(Model(1), gptq(INT3, [])), "at least one batch"),
+    (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs .*float32 \(4, 9, 16\); write \["),
+    (lambda: quantize_(Model(1), gptq(INT3, "text")), "a list of inputs of the model, got 'text'"),
+    (lambda: quantize_(Model(1), gptq(INT3, [*batches(), torch.ones(1, 0, 16)])), "batch 3 is empty"),
+    (
+        lambda: quantize_(
+            Model(1), gptq(INT3, [{"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 4)}])
         ),
-        (lambda: gptq(INT3), "takes a recipe and batches"),
-        (
-            lambda: quantize_(Model(1), {"head": gptq(INT3, batches()), "front": gptq(INT3, batches())}),
-            "take the same data",
-        ),
-        (lambda: quantize_(Model(1), gptq(INT3, [])), "at least one batch"),
-        (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs .*float32 \(4, 9, 16\); write \["),
-        (lambda: quantize_(Model(1), gptq(INT3, "text")), "a list of inputs of the model, got 'text'"),
-        (lambda: quantize_(Model(1), gptq(INT3, [*batches(), torch.ones(1, 0, 16)])), "batch 3 is empty"),
-        (
-            lambda: quantize_(
-                Model(1), gptq(INT3, [{"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 4)}])
-            ),
-            r"batch 0 has a mask of shape \(2, 4\)",
-        ),
-        (
-            lambda: quantize_(Model(1), gptq(INT3, [{"x": batches()[0], "attention_mask": torch.zeros(4, 9)}])),
-            "no token counts",
-        ),
-    ],
-)
+        r"batch 0 has a mask of shape \(2, 4\)",
+    ),
+    (
+        lambda: quantize_(Model(1), gptq(INT3, [{"x": batches()[0], "attention_mask": torch.zeros(4, 9)}])),
+        "no token counts",
+    ),
+])  # fmt: skip
 def test_what_cannot_be_calibrated_is_named(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
+    refuses(words, call)
 
 
 class Lookup(Model):
@@ -325,3 +333,33 @@ def test_few_tokens_never_do_harm(bits: str) -> None:
 
 def expected_warning(words: str, expected: bool) -> AbstractContextManager[Any]:
     return pytest.warns(UserWarning, match=words) if expected else nullcontext()
+
+
+def test_memory_and_time_are_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = Model(), batches(3)
+    before = bits(model)
+    estimate = quantize_(model, gptq(INT3, data), dry_run=True).estimate
+    assert (estimate.batches, estimate.blocks) == (3, 3)
+    # `down` has 64 inputs; gate and up share one moment. `down` is (32, 64).
+    assert (estimate.statistics_bytes, estimate.work_bytes) == (4 * 64 * 64, 4 * (2 * 64 * 64 + 5 * 32 * 64))
+    assert estimate.stream_bytes == 3 * 3 * (4 * 9 * 32 * 4)
+    assert estimate.peak_bytes == estimate.statistics_bytes + estimate.work_bytes + estimate.stream_bytes
+    of_both = quantize_(model, auto(INT3, data), dry_run=True).estimate
+    assert of_both.statistics_bytes == 2 * estimate.statistics_bytes
+    assert of_both.stream_bytes == 2 * estimate.stream_bytes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bits(model).items())
+    assert model.training
+    # By a clock of which each reading is a second later.
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    model, data = Model(), batches(3)
+    found = quantize_(model, gptq(INT3, data), dry_run=True).estimate
+
+    def rounding(rows: int, columns: int) -> int:
+        return 4 * rows * columns**2 + 2 * columns**3
+
+    # `calibrate` reads the clock twice itself, so that the sample, `down`, took three seconds.
+    matrices = [(32, 16), *[(64, 32), (64, 32), (32, 64)] * 3, (16, 32)]
+    of_rounding = 3 * sum(rounding(*shape) for shape in matrices) / rounding(32, 64)
+    of_statistics = 3 * sum(columns**2 for columns in (16, *(32, 64) * 3, 32)) / 64**2
+    assert found.seconds == pytest.approx(3 + of_rounding + of_statistics)

@@ -163,7 +163,7 @@ def test_it_may_die_at_any_file_operation(step: int, tmp_path: Path, monkeypatch
         assert_same(bits(model), bits(plain))
 
 
-def test_what_is_kept_is_that_of_its_weights_data_and_recipe(tmp_path: Path) -> None:
+def test_what_is_kept_and_refused(tmp_path: Path) -> None:
     folder, data = tmp_path / "kept", batches()
     quantize_(made(), gptq(INT3, data), resume=folder)
     for model, recipe, part in (
@@ -178,12 +178,9 @@ def test_what_is_kept_is_that_of_its_weights_data_and_recipe(tmp_path: Path) -> 
             quantize_(model, recipe, resume=folder)
         assert_same(bits(model), before)
     quantize_(made(), gptq(INT3, copy.deepcopy(data)), resume=folder)
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
     data = batches()
     with pytest.raises(ValueError, match="resume= is for recipes that calibrate"):
-        quantize_(made(), INT3, resume=tmp_path / "kept")
+        quantize_(made(), INT3, resume=tmp_path / "new")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         quantize_(made(), gptq(INT3, data), resume=tmp_path / "nowhere" / "kept")
     (tmp_path / "others").mkdir()
@@ -191,7 +188,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds other files \(thesis.txt\)"):
         quantize_(made(), gptq(INT3, data), resume=tmp_path / "others")
     with pytest.raises(ValueError, match="a batch holds a object"):
-        quantize_(made(), gptq(INT3, [object()], forward=lambda m, _: m(data[0])), resume=tmp_path / "kept")
+        quantize_(made(), gptq(INT3, [object()], forward=lambda m, _: m(data[0])), resume=tmp_path / "new")
 
     class Odd(Block):
         def forward(self, x: Tensor, scale: float) -> Any:
@@ -200,4 +197,4 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = made()
     model.blocks = nn.ModuleList(Odd() for _ in range(2))
     with pytest.raises(ValueError, match="a block returns a object, which cannot be kept on disk"):
-        quantize_(model, gptq(INT3, data), resume=tmp_path / "kept")
+        quantize_(model, gptq(INT3, data), resume=tmp_path / "new")

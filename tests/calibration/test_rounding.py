@@ -1,18 +1,25 @@
-"""The rounding algorithms: identities of their equations, for integers, low-bit floats and look-up tables alike."""
+"""Algorithms that choose codes: in the order of columns, by clipping, by learning."""
 
+import copy
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import qtorch
-from qtorch.calibration import awq, clip, entropy, moving_average, mse, percentile, rotate, smooth
-from qtorch.calibration.rounding import AutoRound, Descent, FloatTarget, Gptq, Grid, Nearest, ScaleRefit, ScaleSearch
+from qtorch import quantize_
+from qtorch.calibration import auto, awq, calibrated, clip, entropy, moving_average, mse, percentile, rotate, smooth
+from qtorch.calibration.rounding import AutoRound, Descent, FloatTarget, Gptq, Grid, Learnable, Nearest, ScaleSearch
+from qtorch.calibration.rounding.auto_round import LearnedGrid
 from qtorch.calibration.rounding.grid import Columns, damped, loss
 from qtorch.calibration.rounding.scale_search import four_over_six
+from qtorch.dtypes import AffineQuantizedTensor, QuantizedTensor
 from qtorch.primitives import MappingType, PerGroup, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.scale_rules import elements_last
+from tests.calibration.test_in_order import Model, batches
 
 ROWS, COUNT = 24, 64
 
@@ -57,7 +64,7 @@ def weights(rows: int = ROWS, count: int = COUNT) -> Tensor:
 
 
 @every_spec
-def test_the_error_of_the_output_falls_with_each_algorithm(spec: QuantSpec) -> None:
+def test_the_error_falls_and_the_tensor_holds_the_grid(spec: QuantSpec) -> None:
     w, h = weights(), moment_of(inputs())
     grid = Grid.of(w, spec, w.dtype, h.diagonal())
     nearest = loss(w - grid.values(), h).sum()
@@ -70,15 +77,11 @@ def test_the_error_of_the_output_falls_with_each_algorithm(spec: QuantSpec) -> N
     slack = 1 + COUNT**2 * torch.finfo(torch.float32).eps
     assert (by_descent <= by_gptq * slack).all()
     assert by_descent.sum() < by_gptq.sum()
-    refitted = ScaleRefit().refine(w, damped(h, damping), descended)
+    refitted = qtorch.calibration.rounding.ScaleRefit().refine(w, damped(h, damping), descended)
     by_refit = loss(w - refitted.values(), damped(h, damping))
     assert by_refit.sum() <= by_descent.sum() * slack
     if spec.scale_spec is None:  # else scales change with those of other rows
         assert (by_refit <= by_descent * slack).all()
-
-
-@every_spec
-def test_the_tensor_holds_the_values_of_the_grid(spec: QuantSpec) -> None:
     w, h = weights(), moment_of(inputs())
     for dtype in (torch.float32, torch.bfloat16):
         grid = Grid.of(w.to(dtype), spec, dtype, h.diagonal())
@@ -86,10 +89,6 @@ def test_the_tensor_holds_the_values_of_the_grid(spec: QuantSpec) -> None:
         made = grid.quantized(qtorch.LinearSpec(spec))
         assert made.dtype == dtype
         assert torch.equal(made.dequantize(torch.float32), grid.values())
-
-
-@every_spec
-def test_uncorrelated_inputs_of_one_size_round_to_nearest(spec: QuantSpec) -> None:
     w = weights()
     for h in (3.0 * torch.eye(COUNT), torch.zeros(COUNT, COUNT)):
         grid = Grid.of(w, spec, w.dtype, torch.ones(COUNT))
@@ -159,7 +158,7 @@ def test_blocks_change_no_code(block_size: int) -> None:
     assert blocked == pytest.approx(whole, rel=0.02)
 
 
-def test_permuted_inputs_permute_the_codes() -> None:
+def test_permuted_and_singular_moments() -> None:
     w, h = weights(), moment_of(inputs())
     order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(2))
     spec = qtorch.int8_weight_only().linear_spec().weight
@@ -167,6 +166,13 @@ def test_permuted_inputs_permute_the_codes() -> None:
     Gptq().round(w, h, grid)
     Gptq().round(w[:, order], h[order][:, order], permuted)
     assert (permuted.codes == grid.codes[:, order]).float().mean() > 0.98
+    w, x = weights(), inputs()[:, :1] * torch.ones(COUNT)
+    h = moment_of(x)
+    grid = Grid.of(w, SPECS["int4"], w.dtype)
+    assert Gptq(damping=0.0).round(w, h, grid) > 0
+    assert torch.isfinite(grid.values()).all()
+    with pytest.raises(ValueError, match="not finite"):
+        Gptq().round(w, h * torch.nan, grid)
 
 
 def test_the_target_differs_from_the_float_output_by_a_constant() -> None:
@@ -186,42 +192,27 @@ def test_the_target_differs_from_the_float_output_by_a_constant() -> None:
     assert not torch.equal(target.float(), w.float())
 
 
-def test_a_singular_moment_is_damped_until_it_factors() -> None:
-    w, x = weights(), inputs()[:, :1] * torch.ones(COUNT)
-    h = moment_of(x)
-    grid = Grid.of(w, SPECS["int4"], w.dtype)
-    assert Gptq(damping=0.0).round(w, h, grid) > 0
-    assert torch.isfinite(grid.values()).all()
-    with pytest.raises(ValueError, match="not finite"):
-        Gptq().round(w, h * torch.nan, grid)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Gptq(damping=-1.0), "damping is 0 or more"),
-        (lambda: Gptq(block_size=0), "block_size 1 or more"),
-        (lambda: FloatTarget(strength=2.0), r"strength lies in \[0, 1\]"),
-        (lambda: ScaleSearch(factors=(1.0, 0.0)), "factors are positive"),
-        (lambda: AutoRound(0), "iterations is 1 or more, got 0"),
-        (lambda: clip(ratios=(0.0,)), "ratios are numbers"),
-        (lambda: smooth(alphas=(1.5,)), "alphas are numbers"),
-        (lambda: awq(ratios=0), "positive number"),
-        (lambda: rotate(residual=False, values=False), "one of residual and values"),
-        (lambda: moving_average(0.0), "momentum is above 0 and at most 1, got 0.0"),
-        (lambda: percentile(101), "percentile is above 0 and at most 100, got 101"),
-        (lambda: mse(steps=1), "needs steps >= 2"),
-        (lambda: entropy(smallest=1.0), "needs steps >= 2 and 0 < smallest < 1"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Gptq(damping=-1.0), "damping is 0 or more"),
+    (lambda: Gptq(block_size=0), "block_size 1 or more"),
+    (lambda: FloatTarget(strength=2.0), r"strength lies in \[0, 1\]"),
+    (lambda: ScaleSearch(factors=(1.0, 0.0)), "factors are positive"),
+    (lambda: AutoRound(0), "iterations is 1 or more, got 0"),
+    (lambda: clip(ratios=(0.0,)), "ratios are numbers"),
+    (lambda: smooth(alphas=(1.5,)), "alphas are numbers"),
+    (lambda: awq(ratios=0), "positive number"),
+    (lambda: rotate(residual=False, values=False), "one of residual and values"),
+    (lambda: moving_average(0.0), "momentum is above 0 and at most 1, got 0.0"),
+    (lambda: percentile(101), "percentile is above 0 and at most 100, got 101"),
+    (lambda: mse(steps=1), "needs steps >= 2"),
+    (lambda: entropy(smallest=1.0), "needs steps >= 2 and 0 < smallest < 1"),
+])  # fmt: skip
 def test_arguments_are_checked(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
 
 
 # --- scale search ---
-
-
 def block_errors(grid: Grid, weight: Tensor, importance: Tensor) -> Tensor:
     blocks, _ = elements_last((weight - grid.values()).square() * importance, grid.spec)  # type: ignore[arg-type]
     return blocks.sum(-1)
@@ -244,9 +235,130 @@ def test_a_scale_search_never_raises_the_error_of_a_block(spec: QuantSpec, searc
         assert float(after.sum()) < 1.02 * float(before.sum())
 
 
-def test_four_over_six_helps_nvfp4() -> None:
+def layer_with_outliers(data: torch.Tensor) -> nn.Linear:
+    """Weights with a few large values for inputs that are small."""
+    layer = nn.Linear(64, 24)
+    layer.weight.data[:, ::16] *= 6
+    data[:, ::16] *= 0.05
+    return layer
+
+
+@pytest.mark.parametrize("recipe", [
+    qtorch.intx_weight_only("int3", group_size=16),
+    qtorch.uintx_weight_only("uint3", group_size=32),
+    qtorch.int8_dynamic_activation_int4_weight(group_size=32),
+], ids=str)  # fmt: skip
+def test_clipping_lessens_the_error_of_the_output(recipe: Any) -> None:
+    x = torch.randn(600, 64)
+    layer = layer_with_outliers(x)
+    wanted, old = layer(x).detach(), layer.weight.detach().clone()
+    errors = []
+    for transforms in ((), (clip(tokens=600),)):
+        layer.weight = nn.Parameter(old.clone())
+        report = quantize_(layer, calibrated(recipe, [x], None, Nearest(), transforms=transforms))
+        with torch.no_grad():
+            errors.append(float((layer(x) - wanted).square().sum() / wanted.square().sum()))
+    assert 0 < errors[1] < 0.8 * errors[0]
+    (item,) = report.transforms
+    assert (item.action, item.error_before) == ("clipped", pytest.approx(errors[0], rel=0.02))
+    assert item.error_after == pytest.approx(errors[1], rel=0.02)
+
+
+def test_what_is_not_clipped_and_four_over_six() -> None:
+    layer, x = nn.Linear(32, 8), torch.randn(40, 32)
+    layer.weight.data = layer.weight.data.sign() * 0.5
+    report = quantize_(layer, calibrated(qtorch.int8_weight_only(), [x], None, Nearest(), transforms=[clip()]))
+    assert [item.action for item in report.transforms] == ["unchanged"]
+    layer, x = nn.Linear(64, 8), torch.randn(40, 64)
+    report = quantize_(layer, calibrated(qtorch.nf4_weight_only(), [x], None, Nearest(), transforms=[clip()]))
+    assert [item.detail for item in report.transforms] == ["look-up tables have no range"]
     weight, moment = torch.randn(64, 256), torch.eye(256)
     grid = Grid.of(weight, SPECS["nvfp4"], weight.dtype)
     found = four_over_six().search(weight, moment, grid)
     before, after = (float((weight - g.values()).square().sum()) for g in (grid, found))
     assert 0.5 * before < after < 0.95 * before
+
+
+INT2 = qtorch.uintx_weight_only("uint2", group_size=16)
+
+
+def grid_of(recipe: qtorch.recipes.base.WeightRecipe, weight: Tensor) -> Grid:
+    return Grid.of(weight, recipe.linear_spec().weight, weight.dtype)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [INT2, qtorch.intx_weight_only("int3", group_size=32), qtorch.int8_weight_only(), qtorch.int4_weight_only(32)],
+    ids=["uint2", "int3", "int8", "int4"],
+)
+def test_learning_starts_at_the_codes(recipe: qtorch.recipes.base.WeightRecipe) -> None:
+    weight = torch.randn(24, 64)
+    grid = grid_of(recipe, weight)
+    # Values of other codes, too: they are moved to the edge of the code that was chosen.
+    learned = LearnedGrid(grid, weight + 0.3 * torch.randn(24, 64))
+    torch.testing.assert_close(learned.weight(), grid.values(), rtol=1e-6, atol=1e-7)
+    assert torch.equal(learned.learned().codes, grid.codes)
+    assert torch.equal(learned.learned().scale, grid.scale)
+
+
+def test_gradients_and_errors_of_learned_rounding() -> None:
+    weight = torch.randn(3, 16)
+    grid = grid_of(INT2, weight)
+    learned = LearnedGrid(grid, weight)
+    upstream = torch.randn(3, 16)
+    of_offset, of_factor = torch.autograd.grad((learned.weight() * upstream).sum(), [learned.offset, learned.factor])
+    inside = (learned.base.round() >= 0) & (learned.base.round() <= 3)
+    torch.testing.assert_close(of_offset, upstream * grid.scale * inside)
+    torch.testing.assert_close(of_factor, (upstream * grid.values()).sum(1, keepdim=True))
+    model, data = Model(2), batches(12)
+    without, learned = copy.deepcopy(model), copy.deepcopy(model)
+    quantize_(without, auto(INT2, data, learn=None))
+    report = quantize_(learned, auto(INT2, data, learn=AutoRound(60)))
+    assert 0 < error_of_first_block(learned, model, data) < error_of_first_block(without, model, data)
+    methods = {layer.name: layer.calibration.method for layer in report.quantized if layer.calibration is not None}
+    assert "autoround" in methods["blocks.0.down.weight"]
+    assert "autoround" not in methods["front.weight"]  # stands in no block
+    assert all(isinstance(p, QuantizedTensor) for n, p in learned.named_parameters() if n.endswith("weight"))
+    # With steps far too large the error grows, and the codes stay.
+    model, data = Model(2), batches(4)
+    without, learned = copy.deepcopy(model), copy.deepcopy(model)
+    quantize_(without, auto(INT2, data, learn=None))
+    quantize_(learned, auto(INT2, data, learn=AutoRound(1, lr=10.0, scale_lr=10.0)))
+    for name, parameter in learned.named_parameters():
+        other = without.get_parameter(name)
+        if isinstance(parameter, QuantizedTensor) and isinstance(other, QuantizedTensor):
+            assert torch.equal(parameter.dequantize(), other.dequantize()), name
+    model, data = Model(), batches(4)
+    report = quantize_(model, calibrated(qtorch.mxfp4_weight_only(), data, learn=AutoRound(5)), lambda m, n: "up" in n)
+    assert all("autoround" not in layer.calibration.method for layer in report.quantized if layer.calibration)
+
+
+def error_of_first_block(model: Model, reference: Model, data: list[Tensor]) -> float:
+    """Of its output, on the calibration data; its inputs are those of a layer that is not learned."""
+
+    def output(of: Model, x: Tensor) -> Tensor:
+        result: Tensor = of.blocks[0](of.front(x))
+        return result
+
+    with torch.no_grad():
+        return sum(float((output(model, x) - output(reference, x)).square().mean()) for x in data)
+
+
+def test_what_is_learned_is_what_is_served() -> None:
+    """The loss that decides is that of the weights that are installed."""
+    weight, x = torch.randn(32, 64), torch.randn(100, 64)
+    wanted = (x @ weight.t()).relu()
+    grid = grid_of(INT2, weight)
+    start = Learnable([grid], lambda: [weight], lambda parts: parts[0], lambda grids, seconds: grids)
+    key = nn.Parameter(weight)
+
+    def loss(batch: int, weights: Mapping[Tensor, Tensor]) -> Tensor:
+        return ((x @ weights[key].t()).relu() - wanted).square().mean()
+
+    before = loss(0, {key: grid.values()})
+    (found,) = AutoRound(100, lr=1e-3, scale_lr=2e-3).learn({key: start}, loss, 1)[key]
+    served = found.quantized(INT2.linear_spec())
+    assert isinstance(served, AffineQuantizedTensor)
+    assert torch.equal(served.dequantize(), found.values())
+    assert 0 < float(loss(0, {key: served.dequantize()})) < float(before)
+    assert not torch.equal(found.scale, grid.scale)

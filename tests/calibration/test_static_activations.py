@@ -19,6 +19,7 @@ from qtorch.primitives import LinearSpec, MappingType, PerGroup, PerRow, PerTens
 from qtorch.recipes.base import WeightRecipe
 from qtorch.training import calibrate, convert, qat
 from tests.calibration.test_in_order import ByGroupedMm, ByMatmul, Experts, Model, batches
+from tests.refusals import refuses
 
 # The compiled kernels are tested in tests/kernels/cpu.
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -97,13 +98,12 @@ def test_three_lines_are_what_one_does_by_hand(recipe: WeightRecipe) -> None:
         assert torch.equal(weight.dequantize(), wanted.dequantize())
     assert len({float(weight.act_scale) for weight in weights_of(ours).values()}) == 8
     for layer in report.quantized:
-        assert layer.calibration.method == "nearest"
-        assert layer.calibration.tokens == 3 * 4 * 9
+        assert (layer.calibration.method, layer.calibration.tokens) == ("nearest", 3 * 4 * 9)
         assert layer.calibration.input_range is not None
     assert json.loads(json.dumps(report.to_json()))["layers"][0]["calibration"]["error"] is None
 
 
-def test_static_is_nearly_as_good_as_dynamic() -> None:
+def test_static_scales_and_given_ones() -> None:
     data, floats, x = batches(8), transformer(), torch.cat(batches(4, seed=9))
     errors = {}
     for recipe in (
@@ -116,6 +116,21 @@ def test_static_is_nearly_as_good_as_dynamic() -> None:
         assert dynamic - 6 < error < dynamic + 3, errors
     clipped = quantized(transformer, qtorch.int8_static_activation_int8_weight(0.005))
     assert qtorch.compute_error(floats(x), clipped(x)) < min(static) - 6
+    for recipe in (gptq(qtorch.int8_static_activation_int8_weight(0.04), batches()), auto(type(INT8)(0.04), batches())):
+        model = quantized(transformer, recipe)
+        assert {weight.act_scale.item() for weight in weights_of(model).values()} == {torch.tensor(0.04).item()}
+    model = transformer()
+    before = dict(model.named_parameters())
+    for recipe in (INT8, {"0": FLOAT8}, qat(INT8)):
+        words = r"^quantize_: .*_weight\(\) has no scale of the activation. Let data"
+        with pytest.raises(ValueError, match=words) as got:
+            qtorch.quantize_(model, recipe)
+        assert str(got.value).count("has no scale") == 1
+        assert "observed(" in str(got.value)
+    refuses("has no scale of the activation", lambda: INT8.apply(model[0].weight))
+    with pytest.raises(ValueError, match=r"observers choose one scale for the input of a layer, .* has 2"):
+        qtorch.quantize_(model, observed(Own(QuantSpec("int8", PerGroup(8))), batches()))
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
 @both
@@ -153,12 +168,6 @@ def test_gptq_and_static_activations_are_one_pass(target: FloatTarget | None) ->
     assert len(reads) == passes
     floats, x = transformer(), torch.cat(batches(4, seed=9))
     assert 20 < qtorch.compute_error(floats(x), together(x)) < 60
-
-
-def test_a_scale_that_is_given_is_kept() -> None:
-    for recipe in (gptq(qtorch.int8_static_activation_int8_weight(0.04), batches()), auto(type(INT8)(0.04), batches())):
-        model = quantized(transformer, recipe)
-        assert {weight.act_scale.item() for weight in weights_of(model).values()} == {torch.tensor(0.04).item()}
 
 
 @pytest.mark.parametrize("kind", [Experts, ByMatmul, ByGroupedMm])
@@ -200,8 +209,7 @@ def test_a_recipe_of_ones_own_with_a_zero_point(mapping: MappingType, tmp_path: 
     torch.manual_seed(0)
     floats = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).requires_grad_(False)
     data, x = [torch.randn(64, 16) for _ in range(4)], torch.randn(50, 16)
-    with pytest.raises(ValueError, match=r"own\(.* has no scale of the activation"):
-        qtorch.quantize_(copy.deepcopy(floats), own)
+    refuses(r"own\(.* has no scale of the activation", lambda: qtorch.quantize_(copy.deepcopy(floats), own))
     for observer in ("min_max", "mse"):
         model = copy.deepcopy(floats)
         qtorch.quantize_(model, {"2": observed(own, data, observer=observer)})
@@ -215,43 +223,23 @@ def test_a_recipe_of_ones_own_with_a_zero_point(mapping: MappingType, tmp_path: 
         assert torch.equal(again(x), model(x))
 
 
-def test_without_data_it_is_said_what_to_write() -> None:
-    model = transformer()
-    before = dict(model.named_parameters())
-    for recipe in (INT8, {"0": FLOAT8}, qat(INT8)):
-        words = r"^quantize_: .*_weight\(\) has no scale of the activation. Let data"
-        with pytest.raises(ValueError, match=words) as got:
-            qtorch.quantize_(model, recipe)
-        assert str(got.value).count("has no scale") == 1
-        assert "observed(" in str(got.value)
-    with pytest.raises(ValueError, match="has no scale of the activation"):
-        INT8.apply(model[0].weight)
-    with pytest.raises(ValueError, match=r"observers choose one scale for the input of a layer, .* has 2"):
-        qtorch.quantize_(model, observed(Own(QuantSpec("int8", PerGroup(8))), batches()))
-    assert all(parameter is before[name] for name, parameter in model.named_parameters())
-
-
 GIVEN = qtorch.int8_static_activation_int8_weight(0.1)
 NOTHING_LEFT = "leaves no scale of a static activation to an observer"
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        *(
-            (lambda recipe=recipe: observed(recipe, batches()), NOTHING_LEFT)
-            for recipe in (qtorch.int8_weight_only(), GIVEN, qtorch.int8_dynamic_activation_int8_weight())
-        ),
-        (lambda: type(INT8)(0.1, act_mapping_type=MappingType.ASYMMETRIC), "an asymmetric activation has a zero point"),
-        (lambda: calibrated(INT8, batches(), observer="mean"), "observer is an observer such as"),
-    ],
-)
+@pytest.mark.parametrize(("call", "words"), [
+    *(
+        (lambda recipe=recipe: observed(recipe, batches()), NOTHING_LEFT)
+        for recipe in (qtorch.int8_weight_only(), GIVEN, qtorch.int8_dynamic_activation_int8_weight())
+    ),
+    (lambda: type(INT8)(0.1, act_mapping_type=MappingType.ASYMMETRIC), "an asymmetric activation has a zero point"),
+    (lambda: calibrated(INT8, batches(), observer="mean"), "observer is an observer such as"),
+])  # fmt: skip
 def test_what_has_no_scale_to_observe(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
+    refuses(words, call)
 
 
-def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it() -> None:
+def test_weights_that_no_batch_reaches_and_targets() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Embedding(5, 16))
     before = dict(model.named_parameters())
     data = batches()
@@ -261,9 +249,15 @@ def test_a_weight_that_no_batch_reaches_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"quantize_: 2: .*no batch has used this weight"):
         qtorch.quantize_(model, {"2": observed(INT8, [torch.tensor([1, 2])], forward=lambda m, x: m[2](x))})
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    recipe = calibrated(INT8, batches(), rounding=Nearest())
+    model = transformer()
+    report = qtorch.quantize_(model, recipe)
+    assert all(layer.calibration.error is not None for layer in report.quantized if layer.calibration)
+    assert str(recipe).startswith("calibrated(recipe=int8_static_activation_int8_weight(), rounding=Nearest()")
+    assert str(observed(INT8, [], observer=mse(steps=7))).endswith("observer=mse(steps=7))")
 
 
-def test_training_uses_the_same_observers() -> None:
+def test_training_uses_the_same_observers_whose_range_follows_or_stays() -> None:
     """`qat`, `calibrate` and `convert` give what `observed` gives for a layer that meets the same inputs."""
     data, floats = [torch.randn(32, 64) * (1 + i) for i in range(4)], nn.Linear(64, 32)
     for observer in ("min_max", moving_average(0.3), "percentile", mse(steps=30), "entropy"):
@@ -275,9 +269,6 @@ def test_training_uses_the_same_observers() -> None:
             qtorch.quantize_(trained, convert())
             assert torch.equal(trained[0].weight.act_scale, served[0].weight.act_scale)
             assert torch.equal(trained[0].weight.dequantize(), served[0].weight.dequantize())
-
-
-def test_in_training_a_range_follows_or_stays() -> None:
     x = torch.randn(32, 64)
     for observer, follows in (("min_max", True), ("moving_average", True), ("percentile", False), ("mse", False)):
         layer = nn.Linear(64, 32)
@@ -289,12 +280,3 @@ def test_in_training_a_range_follows_or_stays() -> None:
         before = layer.input_quantizer.max_val.clone()
         layer.train()(10 * x)
         assert bool(layer.input_quantizer.max_val > before) is follows
-
-
-def test_nearest_with_a_target_still_needs_moments() -> None:
-    recipe = calibrated(INT8, batches(), rounding=Nearest())
-    model = transformer()
-    report = qtorch.quantize_(model, recipe)
-    assert all(layer.calibration.error is not None for layer in report.quantized if layer.calibration)
-    assert str(recipe).startswith("calibrated(recipe=int8_static_activation_int8_weight(), rounding=Nearest()")
-    assert str(observed(INT8, [], observer=mse(steps=7))).endswith("observer=mse(steps=7))")

@@ -1,4 +1,4 @@
-"""Statistics of the inputs of weights: equal to those of the whole data, however it is cut, merged or reached."""
+"""Statistics of the inputs of products, and tables of codes that are weighted by them."""
 
 import copy
 
@@ -7,9 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import qtorch
+from qtorch import int4_weight_only, lut_weight_only, nf4_weight_only, quantize_
+from qtorch.calibration import importance_weighted
 from qtorch.calibration.data import Data, collect, run_batches
 from qtorch.calibration.statistics import BatchRanges, Histogram, MeanSquare, Range, SecondMoment, Statistic
+from qtorch.dtypes import LUTQuantizedTensor
 from qtorch.kernels.conv import to_matrix
+from tests.refusals import refuses
 from tests.rounding import gamma
 
 
@@ -52,8 +57,7 @@ def test_parts_add_up_to_the_whole_and_what_is_closed_stays() -> None:
             found[kind].close()
             assert torch.equal(found[kind].mean, mean)
             assert found[kind].mean is found[kind].total
-        with pytest.raises(ValueError, match="is closed"):
-            found[kind].update(x)
+        refuses("is closed", lambda kind=kind: found[kind].update(x))
 
 
 def counts_by_hand(x: Tensor, histogram: Histogram) -> Tensor:
@@ -80,16 +84,14 @@ def test_a_histogram_is_that_of_all_rows_together(scale: float) -> None:
             merged = copy.deepcopy(a)
             merged.merge(b)
             assert torch.equal(merged.counts, whole.counts)
-            assert (merged.rows, merged.width) == (60, whole.width)
-            assert (merged.low, merged.high) == (x.min(), x.max())
+            assert (merged.rows, merged.width, merged.low, merged.high) == (60, whole.width, x.min(), x.max())
 
 
-def test_a_histogram_has_the_values_to_half_a_bin() -> None:
+def test_histograms_and_weighted_tables() -> None:
     x = torch.randn(300, 8).clamp(min=-0.5)
     histogram = Histogram()
     histogram.merge(Histogram())
-    with pytest.raises(ValueError, match="Histogram: no row was seen"):
-        histogram.occupied()
+    refuses("Histogram: no row was seen", lambda: histogram.occupied())
     histogram.update(x.bfloat16())
     histogram.merge(Histogram())
     values, counts = histogram.occupied()
@@ -97,6 +99,16 @@ def test_a_histogram_has_the_values_to_half_a_bin() -> None:
     again = values.repeat_interleave(counts.long())
     assert (again - x.bfloat16().float().flatten().sort().values).abs().max() <= histogram.width / 2
     assert histogram.low <= values[0] <= values[-1] <= histogram.high
+    quantized, batches = model(), [inputs(3, 5), inputs(4, 11)]
+    weight = quantized[0].weight.detach().clone()
+    report = quantize_(quantized, importance_weighted(lut_weight_only(3), batches))
+    importance = torch.cat(batches).square().mean(0).expand_as(weight)
+    wanted = LUTQuantizedTensor.from_float(weight, lut_weight_only(3).linear_spec(), importance)
+    torch.testing.assert_close(quantized[0].weight.dequantize(), wanted.dequantize(), rtol=1e-3, atol=1e-3)
+    assert str(report.layers[0].detail) == "importance_weighted(recipe=lut_weight_only(bits=3))"
+    quantized = nn.Sequential(nn.Conv2d(4, 8, 3))
+    quantize_(quantized, {"0": importance_weighted(lut_weight_only(4), [torch.randn(2, 4, 6, 6)])})
+    assert qtorch.explain(quantized[0].weight).kernel
 
 
 @pytest.mark.parametrize("kind", [Range, BatchRanges, Histogram])
@@ -143,15 +155,12 @@ def test_all_calls_of_a_looped_and_tied_weight_count_and_ranges_are_those_of_bat
     assert (len(ranges.lows), ranges.lows[-1], ranges.rows) == (4, 1, rows + 2)
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [
-        (nn.Conv1d(4, 6, 3, stride=2, padding=1), (2, 4, 9)),
-        (nn.Conv2d(4, 6, (3, 2), dilation=(2, 1), bias=False), (2, 4, 9, 7)),
-        (nn.Conv2d(4, 6, 3, padding="same"), (4, 8, 8)),
-        (nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4)),
-    ],
-)
+@pytest.mark.parametrize(("layer", "shape"), [
+    (nn.Conv1d(4, 6, 3, stride=2, padding=1), (2, 4, 9)),
+    (nn.Conv2d(4, 6, (3, 2), dilation=(2, 1), bias=False), (2, 4, 9, 7)),
+    (nn.Conv2d(4, 6, 3, padding="same"), (4, 8, 8)),
+    (nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4)),
+])  # fmt: skip
 def test_windows_are_in_the_order_of_the_weight_as_a_matrix(layer: nn.Module, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     found = collect(nn.Sequential(layer), Data([x]), {layer.weight: [Rows]})[layer.weight][Rows]
@@ -161,7 +170,7 @@ def test_windows_are_in_the_order_of_the_weight_as_a_matrix(layer: nn.Module, sh
     torch.testing.assert_close(y.sort(0).values, wanted.movedim(1, -1).reshape(-1, y.shape[1]).sort(0).values)
 
 
-def test_the_model_stays_as_it_was() -> None:
+def test_batches_of_every_kind_and_the_model_stays_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
     model[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -171,9 +180,6 @@ def test_the_model_stays_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError):
         run_batches(model, Data(1 / 0 for _ in range(1)))
     assert model.training
-
-
-def test_batches_of_every_kind() -> None:
     seen = []
 
     class Model(nn.Module):
@@ -184,12 +190,59 @@ def test_batches_of_every_kind() -> None:
     assert run_batches(Model(), Data([x, (x, 2.0), [x], {"x": x, "scale": 3.0}])) == 4
     assert run_batches(Model(), Data([x], lambda model, batch: model(batch, 4.0))) == 1
     assert seen == [((2, 3), s) for s in (1.0, 2.0, 1.0, 3.0, 4.0)]
-
-
-def test_what_was_not_seen_is_an_error_that_names_it() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     wanted = {layer.weight: [MeanSquare] for layer in model}
     with pytest.raises(ValueError, match=r"no input of 1\.weight was seen"):
         collect(model, Data([torch.randn(1, 8)], lambda model, batch: model[0](batch)), wanted)
+    refuses("at least one batch", lambda: collect(model, Data([]), wanted))
+
+
+# Inputs of which a few are far larger than the others: the columns that matter.
+SIZES = torch.logspace(-2, 1, 64)
+
+
+def inputs(seed: int, rows: int = 256) -> Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed)) * SIZES
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_outputs_are_nearer_than_without_data(bits: int) -> None:
+    x, floats = inputs(1), model()
+    errors = []
+    for recipe in (lut_weight_only(bits), importance_weighted(lut_weight_only(bits), [inputs(2)])):
+        quantized = model()
+        quantize_(quantized[0], recipe)
+        with torch.no_grad():
+            wanted, got = floats[0](x), quantized[0](x)
+        errors.append(float((got - wanted).norm() / wanted.norm()))
+    plain, weighted = errors
+    assert 0 < weighted < 0.95 * plain
+
+
+def test_one_pass_and_errors() -> None:
+    reads = []
+
+    def batches():
+        for seed in range(3):
+            reads.append(seed)
+            yield (inputs(seed),)
+
+    quantized = model()
+    quantize_(quantized, importance_weighted(lut_weight_only(2), batches()))
+    assert reads == [0, 1, 2]
+    assert all(isinstance(layer.weight, LUTQuantizedTensor) for layer in (quantized[0], quantized[2]))
+    for recipe in (int4_weight_only(), nf4_weight_only()):
+        with pytest.raises(ValueError, match="importance_weighted takes a recipe whose tables are fitted by k-means"):
+            importance_weighted(recipe, [])
+    floats = model()
     with pytest.raises(ValueError, match="at least one batch"):
-        collect(model, Data([]), wanted)
+        quantize_(floats, importance_weighted(lut_weight_only(3), []))
+    with pytest.raises(RuntimeError):
+        quantize_(floats, importance_weighted(lut_weight_only(3), [torch.randn(2, 63)]))
+    assert type(floats[0].weight) is nn.Parameter
+    assert floats.training

@@ -23,7 +23,12 @@ def text_file(folder: Path) -> Path:
     return path
 
 
-def test_quantize_a_folder(llama: Path, tmp_path: Path, command: Command) -> None:
+def test_folders_shards_and_dry_runs(llama: Path, tmp_path: Path, command: Command) -> None:
+    said = command("quantize", llama, "--dry-run", *INT4)
+    assert said.startswith("would quantize 14 of 16 weights")
+    said = command("quantize", llama, tmp_path / "q", "--dry-run", *INT4, "--json")
+    assert json.loads(said)["dry_run"] is True
+    assert not list(tmp_path.iterdir())
     said = command("quantize", llama, tmp_path / "q", *INT4)
     assert said.startswith("quantized 14 of 16 weights")
     assert "model.layers.0.self_attn.q_proj.weight" in said
@@ -31,17 +36,16 @@ def test_quantize_a_folder(llama: Path, tmp_path: Path, command: Command) -> Non
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "qtorch"
-
-
-def test_quantize_more_than_linear_layers(llama: Path, tmp_path: Path, command: Command) -> None:
-    said = command("quantize", llama, tmp_path / "q", *INT4, "--targets", "linear,embedding")
+    said = command("quantize", llama, tmp_path / "all", *INT4, "--targets", "linear,embedding")
     assert said.startswith("quantized 15 of 16 weights")
     wide = ("--recipe", "int4_weight_only", "--set", "group_size=48")
     said = command("quantize", llama, tmp_path / "p.safetensors", *wide, "--on-misfit", "pad", "--format", "qtorch")
     assert "padded(recipe=int4_weight_only(group_size=48), padding=" in said
+    command("quantize", llama, tmp_path / "shards", *INT4, "--max-shard-size", "20kB")
+    assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 1
 
 
-def test_quantize_a_file(tmp_path: Path, command: Command) -> None:
+def test_quantize_files_and_tables(llama: Path, tmp_path: Path, command: Command) -> None:
     qtorch.save_quantized(decoder(), tmp_path / "float.safetensors")
     data = json.loads(command("quantize", tmp_path / "float.safetensors", tmp_path / "q.safetensors", *INT4, "--json"))
     assert data["format"] == "qtorch"
@@ -49,17 +53,6 @@ def test_quantize_a_file(tmp_path: Path, command: Command) -> None:
     assert data["model_bytes_after"] < data["model_bytes_before"]
     model = qtorch.load_quantized(decoder(), tmp_path / "q.safetensors")
     assert isinstance(model.layers[0].q_proj.weight, QuantizedTensor)
-
-
-def test_dry_run(llama: Path, tmp_path: Path, command: Command) -> None:
-    said = command("quantize", llama, "--dry-run", *INT4)
-    assert said.startswith("would quantize 14 of 16 weights")
-    said = command("quantize", llama, tmp_path / "q", "--dry-run", *INT4, "--json")
-    assert json.loads(said)["dry_run"] is True
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_of_recipes(llama: Path, tmp_path: Path, command: Command) -> None:
     recipes = {
         "lm_head": None,
         r".*\.q_proj": {"recipe": "int4_weight_only", "group_size": 32},
@@ -70,11 +63,6 @@ def test_a_file_of_recipes(llama: Path, tmp_path: Path, command: Command) -> Non
     by_name = {layer["name"]: layer["detail"] for layer in data["layers"]}
     assert by_name["model.layers.0.self_attn.q_proj.weight"] == "int4_weight_only(group_size=32)"
     assert by_name["model.layers.0.self_attn.k_proj.weight"] == "int8_weight_only()"
-
-
-def test_shards(llama: Path, tmp_path: Path, command: Command) -> None:
-    command("quantize", llama, tmp_path / "q", *INT4, "--max-shard-size", "20kB")
-    assert len(list((tmp_path / "q").glob("model-*-of-*.safetensors"))) > 1
 
 
 @pytest.mark.parametrize("method", ["gptq", pytest.param("auto", marks=pytest.mark.slow)])
@@ -135,7 +123,17 @@ def test_what_calibration_needs(llama: Path, tmp_path: Path, command: Command) -
     assert not (tmp_path / "q").exists()
 
 
-def test_inspect(llama: Path, tmp_path: Path, command: Command) -> None:
+@pytest.mark.parametrize("name", ["model.safetensors", ""])
+def test_inspect_floats(name: str, llama: Path, command: Command) -> None:
+    said = command("inspect", llama / name)
+    assert "transformers: 21 tensors, 0 of them quantized" in said
+
+
+def test_inspect_ties_too(llama: Path, tmp_path: Path, command: Command) -> None:
+    model = decoder()
+    model.lm_head.weight = model.embed_tokens.weight
+    qtorch.save_quantized(model, tmp_path / "tied.safetensors")
+    assert "lm_head.weight = embed_tokens.weight" in command("inspect", tmp_path / "tied.safetensors")
     command("quantize", llama, tmp_path / "q", *INT4)
     said = command("inspect", tmp_path / "q")
     assert "uint4 PerGroup(group_size=32)" in said
@@ -147,19 +145,6 @@ def test_inspect(llama: Path, tmp_path: Path, command: Command) -> None:
     assert row["scheme"].startswith("weight uint4")
     assert rows["model.norm.weight"]["scheme"] is None
     assert data["bytes"] == sum(row["bytes"] for row in data["tensors"])
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", ""])
-def test_inspect_floats(name: str, llama: Path, command: Command) -> None:
-    said = command("inspect", llama / name)
-    assert "transformers: 21 tensors, 0 of them quantized" in said
-
-
-def test_inspect_ties(tmp_path: Path, command: Command) -> None:
-    model = decoder()
-    model.lm_head.weight = model.embed_tokens.weight
-    qtorch.save_quantized(model, tmp_path / "tied.safetensors")
-    assert "lm_head.weight = embed_tokens.weight" in command("inspect", tmp_path / "tied.safetensors")
 
 
 def test_convert(llama: Path, tmp_path: Path, command: Command) -> None:
@@ -261,33 +246,29 @@ def test_bench(llama: Path, command: Command) -> None:
     assert "speed" in command(*arguments).splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "error"),
-    [
-        ((), 2, "required: command"),
-        (("quantise",), 2, "invalid choice"),
-        (("quantize", "SRC", "DST"), 2, "one of the arguments --recipe --config is required"),
-        (("quantize", "SRC", "DST", "--recipe", "int5"), 2, "there is no recipe 'int5'; did you mean int"),
-        (("quantize", "SRC", "--recipe", "int8_weight_only"), 2, "DST is missing"),
-        (("quantize", "SRC", "DST", "--recipe", "int4_weight_only", "--set", "group=3"), 2, "argument 'group'"),
-        (("quantize", "SRC", "DST", "--recipe", "int4_weight_only", "--set", "x"), 2, "--set takes NAME=VALUE"),
-        (("quantize", "SRC", "DST", "--config", "none.json"), 2, "none.json: no such file"),
-        (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--format", "ggml"), 2, "invalid choice"),
-        (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--max-shard-size", "big"), 2, "not a size"),
-        (("quantize", "none", "DST", "--recipe", "int8_weight_only"), 2, "none: no such file"),
-        (("quantize", "SRC", "SRC", "--recipe", "int8_weight_only"), 1, "exists; remove it"),
-        (("quantize", "SRC", "DST", "--recipe", "int4_weight_only(group_size=48)"), 1, "does not divide"),
-        (("quantize", "SRC", "DST", "--recipe", "int4_weight_onyl"), 2, "did you mean int4_weight_only"),
-        (("inspect", "none"), 2, "none: no such file"),
-        (("inspect", "EMPTY"), 2, "the folder is empty"),
-        (("bench", "SRC", "--rows", "0"), 2, "--rows: takes a positive number, got '0'"),
-        (("eval", "SRC", "--text", "TEXT"), 2, "eval: SRC has no tokenizer: 'added_tokens'"),
-        (("eval", "SRC", "--model", "BARE", "--text", "TEXT"), 2, "has no tokenizer, no file such as tokenizer.json"),
-        (("explain", "SRC"), 2, "no weight is quantized; give a --recipe"),
-        (("eval", "SRC", "--text", "none"), 2, "none: no such file"),
-    ],
-    ids=lambda value: "-".join(map(str, value))[:40] if isinstance(value, tuple) else None,
-)
+@pytest.mark.parametrize(("arguments", "status", "error"), [
+    ((), 2, "required: command"),
+    (("quantise",), 2, "invalid choice"),
+    (("quantize", "SRC", "DST"), 2, "one of the arguments --recipe --config is required"),
+    (("quantize", "SRC", "DST", "--recipe", "int5"), 2, "there is no recipe 'int5'; did you mean int"),
+    (("quantize", "SRC", "--recipe", "int8_weight_only"), 2, "DST is missing"),
+    (("quantize", "SRC", "DST", "--recipe", "int4_weight_only", "--set", "group=3"), 2, "argument 'group'"),
+    (("quantize", "SRC", "DST", "--recipe", "int4_weight_only", "--set", "x"), 2, "--set takes NAME=VALUE"),
+    (("quantize", "SRC", "DST", "--config", "none.json"), 2, "none.json: no such file"),
+    (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--format", "ggml"), 2, "invalid choice"),
+    (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--max-shard-size", "big"), 2, "not a size"),
+    (("quantize", "none", "DST", "--recipe", "int8_weight_only"), 2, "none: no such file"),
+    (("quantize", "SRC", "SRC", "--recipe", "int8_weight_only"), 1, "exists; remove it"),
+    (("quantize", "SRC", "DST", "--recipe", "int4_weight_only(group_size=48)"), 1, "does not divide"),
+    (("quantize", "SRC", "DST", "--recipe", "int4_weight_onyl"), 2, "did you mean int4_weight_only"),
+    (("inspect", "none"), 2, "none: no such file"),
+    (("inspect", "EMPTY"), 2, "the folder is empty"),
+    (("bench", "SRC", "--rows", "0"), 2, "--rows: takes a positive number, got '0'"),
+    (("eval", "SRC", "--text", "TEXT"), 2, "eval: SRC has no tokenizer: 'added_tokens'"),
+    (("eval", "SRC", "--model", "BARE", "--text", "TEXT"), 2, "has no tokenizer, no file such as tokenizer.json"),
+    (("explain", "SRC"), 2, "no weight is quantized; give a --recipe"),
+    (("eval", "SRC", "--text", "none"), 2, "none: no such file"),
+], ids=lambda value: "-".join(map(str, value))[:40] if isinstance(value, tuple) else None)  # fmt: skip
 def test_errors(arguments: tuple[str, ...], status: int, error: str, tmp_path: Path, command: Command) -> None:
     source = save_shards(decoder().state_dict(), tmp_path / "float", 1)
     for name in ("empty", "bare"):

@@ -98,7 +98,7 @@ def test_equivalents(made: qtorch.recipes.base.Recipe, expected: qtorch.recipes.
     assert made == expected
 
 
-def test_names_of_a_mapping_come_first() -> None:
+def test_names_and_sparsify() -> None:
     each = {"re:.*up": ao.Int8WeightOnlyConfig(), "_default": ao.Int4WeightOnlyConfig(32), "0": None}
     config = ao.FqnToConfig(OrderedDict(each))
     assert config == {"0": None, ".*up": qtorch.int8_weight_only(), ".*": qtorch.int4_weight_only(32)}
@@ -108,6 +108,9 @@ def test_names_of_a_mapping_come_first() -> None:
     quantized = [isinstance(model[name].weight, qtorch.AffineQuantizedTensor) for name in model]
     assert quantized == [False, True, True]
     assert ao.ModuleFqnToConfig is ao.FqnToConfig
+    model = nn.Sequential(nn.Linear(64, 64))
+    assert ao.sparsify_(model, ao.int8_dynamic_activation_int8_semi_sparse_weight()) is model
+    assert model[0].weight.scheme.layout.name == "semi_sparse"
 
 
 REFUSED = [
@@ -207,7 +210,6 @@ class Normed(nn.Module):
 ], ids=["awq", "smooth"])  # fmt: skip
 def test_steps_of_a_calibration(config: Any, transform: Any) -> None:
     """The three steps are one call of `calibrated` with the same data."""
-    torch.manual_seed(0)
     model, batches = Normed().eval(), [torch.randn(4, 64) for _ in range(3)]
     nn.init.uniform_(model.norm.weight, 0.1, 9)
     one, norm = copy.deepcopy(model), model.norm.weight.detach().clone()
@@ -224,12 +226,6 @@ def test_steps_of_a_calibration(config: Any, transform: Any) -> None:
     assert torch.equal(model(batches[0]), one(batches[0]))
     assert not model._forward_pre_hooks
     refuses("CalibrationStep", lambda: quantize_(one, config("prepare")), TypeError)
-
-
-def test_sparsify() -> None:
-    model = nn.Sequential(nn.Linear(64, 64))
-    assert ao.sparsify_(model, ao.int8_dynamic_activation_int8_semi_sparse_weight()) is model
-    assert model[0].weight.scheme.layout.name == "semi_sparse"
 
 
 def test_against_torchao() -> None:

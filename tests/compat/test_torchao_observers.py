@@ -42,8 +42,7 @@ def test_an_observer_is_the_one_of_torch(mapping: MappingType, dtype: torch.dtyp
 
     for granularity, other in ((PerTensor(), MinMaxObserver()), (PerAxis(0), PerChannelMinMaxObserver(ch_axis=0))):
         ours = observer(dtype, granularity, mapping)
-        with pytest.raises(ValueError, match="it has seen nothing yet"):
-            ours.calculate_qparams()
+        refuses("it has seen nothing yet", lambda ours=ours: ours.calculate_qparams())
         for x in (torch.randn(6, 20), torch.randn(6, 20) * 3, torch.randn(6, 20)):
             assert ours(x) is x
             other(x)
@@ -95,7 +94,7 @@ def test_insert_run_quantize(mapping: MappingType, dtype: torch.dtype, with_weig
     assert torch.equal(load_quantized(model(), tmp_path / "model.safetensors")(x), quantized(x))
 
 
-def test_it_is_the_min_max_observer_of_recipes() -> None:
+def test_observers_and_weights_alone() -> None:
     """In the first layer, whose input does not depend on others; codes there are [-127, 127] too."""
     ours, theirs = model(), model()
     of_input, of_weight = (observer(torch.int8, each, quant_min=-127, eps=None) for each in (PerTensor(), PerAxis(0)))
@@ -108,9 +107,6 @@ def test_it_is_the_min_max_observer_of_recipes() -> None:
     assert torch.equal(ours[0].weight.dequantize(), theirs[0].weight.dequantize())
     for tensors in ("qdata", "scale"):
         assert torch.equal(getattr(ours[0].weight, tensors), getattr(theirs[0].weight, tensors))
-
-
-def test_weights_alone_shared_weights_and_a_filter() -> None:
     shared = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
     shared[1].weight = shared[0].weight
     ao.insert_observers_(shared, None, observer(torch.int8, PerAxis(0)), filter_fn=lambda m, name: name in ("0", "1"))

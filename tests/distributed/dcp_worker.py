@@ -1,4 +1,4 @@
-"""Ranks of `test_a_rank_that_dies_in_a_save`: a sharded checkpoint, saved and loaded by torch."""
+"""Ranks of a test of `test_workers.py`: a sharded checkpoint, saved and loaded by torch."""
 
 import os
 import signal

@@ -275,8 +275,6 @@ def check_refused(mesh: Any) -> None:
 
 
 # --- frozen weights ---
-
-
 def frozen(recipe: Any) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 64)).requires_grad_(False)

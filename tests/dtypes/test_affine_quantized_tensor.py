@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerTensor, PlainLayout, QuantSpec, compute_error
 from tests.dtypes.specs import ASYMMETRIC, DTYPES, INT8, SPECS, SQNR, TOKEN, UINT4, quantized, values
+from tests.refusals import refuses
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -28,7 +29,7 @@ def test_from_float_gives_what_the_spec_says(name: str, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_from_plain_is_the_inverse_of_plain(name: str) -> None:
+def test_forms_bytes_and_numbers(name: str) -> None:
     w = quantized(name)
     again = AffineQuantizedTensor.from_plain(*w.plain(), w.scheme.spec, w.dtype, w.act_scale, w.act_zero_point)
     assert torch.equal(again, w)
@@ -36,37 +37,33 @@ def test_from_plain_is_the_inverse_of_plain(name: str) -> None:
     spec = w.scheme.spec
     assert again.scheme.spec == replace(spec, weight=replace(spec.weight, scale_spec=None))
     assert again.scale_scale is None
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_from_canonical_is_the_inverse_of_canonical(name: str) -> None:
-    w = quantized(name)
     again = AffineQuantizedTensor.from_canonical(*w.canonical(), w.scheme)
     assert again.scheme == w.scheme
     assert again.inner_tensors.keys() == w.inner_tensors.keys()
     for key, tensor in w.inner_tensors.items():
         assert torch.equal(again.inner_tensors[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    assert torch.equal(w.to_layout(PlainLayout()), w)
+    w = quantized(name)
+    codes, others = w.canonical()
+    if "zero_point" in others:  # the portable layout stores them in int32
+        others["zero_point"] = others["zero_point"].to(w.zero_point.dtype)
+    kept = [codes if w.scheme.layout.name == "plain" else w.qdata, *others.values()]
+    assert w.nbytes == sum(t.numel() * t.element_size() for t in kept)
+    assert w.nbytes < torch.empty(32, 64).nbytes
+    assert torch.nn.Parameter(w, requires_grad=False).nbytes == w.nbytes
 
 
-def test_dequantize_to_another_dtype_rounds_once() -> None:
+def test_rounding_activations_and_what_it_refuses() -> None:
     w = quantized("int8 row", dtype=torch.bfloat16)
     exact = w.dequantize(torch.float32)
     assert torch.equal(exact.bfloat16(), w.dequantize())
     assert not torch.equal(exact, w.dequantize().float())
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_to_layout_keeps_the_numbers(name: str) -> None:
-    w = quantized(name)
-    assert torch.equal(w.to_layout(PlainLayout()), w)
-
-
-def test_a_bare_quant_spec_is_weight_only_in_the_plain_layout() -> None:
     w = AffineQuantizedTensor.from_float(torch.randn(4, 8), INT8)
     assert w.scheme.spec == LinearSpec(INT8, layout=PlainLayout())
-
-
-def test_with_activation_shares_the_weight() -> None:
+    schemes = {quantized(name).scheme for name in SPECS} | {quantized(name).scheme for name in SPECS}
+    assert len(schemes) == len(SPECS)
+    w = quantized("int8 row")
+    assert w.half().scheme == replace(w.scheme, dtype=torch.float16)
     w = quantized("int8 row")
     dynamic = w.with_activation(TOKEN)
     static = w.with_activation(QuantSpec("int8", PerTensor()), torch.ones(1, 1))
@@ -79,6 +76,25 @@ def test_with_activation_shares_the_weight() -> None:
         w.with_activation(asymmetric, torch.ones(1, 1))
     with pytest.raises(ValueError, match=r"act_zero_point is given: .* dynamic activation int8"):
         w.with_activation(asymmetric, None, torch.zeros(1, 1, dtype=torch.int8))
+    static = SPECS["int8 row, static int8"]
+    for x, spec, act_scale, words in [
+        (torch.randn(4, 48), UINT4, None, r"block_size \(1, 32\) does not divide shape \(4, 48\): 48 % 32 along"),
+        (torch.randn(4, 4).long(), INT8, None, r"from_float takes a floating-point tensor, got torch\.int64"),
+        (torch.randn(32, 64), static, None, r"act_scale is missing: .* \(32, 64\) with weight int8 .* has one"),
+        (torch.randn(32, 64), SPECS["int8 row"], torch.ones(1, 1), "act_scale is given: .* has no act_scale"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=words):
+            AffineQuantizedTensor.from_float(x, spec, act_scale)
+    codes, scale, zero_point = quantized("uint4 group", 4, 64).plain()
+    for plain, words in [
+        ((codes.to(torch.int8), scale, zero_point), r"qdata .* \(4, 64\) of torch.uint8, got \(4, 64\) of torch.int8"),
+        ((codes, scale[:, :1], zero_point), r"scale .* \(4, 2\) of floating point, got \(4, 1\) of torch.float32"),
+        ((codes, scale, zero_point[:2]), r"zero_point .* \(4, 2\) of integers, got \(2, 2\) of torch.uint8"),
+        ((codes, scale, None), r"zero_point is missing: .* uint4 .* has one"),
+    ]:
+        refuses(words, lambda plain=plain: AffineQuantizedTensor.from_plain(*plain, UINT4, torch.float32))
+    with pytest.raises(ValueError, match=r"zero_point is given: .* int8"):
+        AffineQuantizedTensor.from_plain(*quantized("int8 row").plain()[:2], torch.zeros(32, 1), INT8, torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (32, 0), (64,), (2, 3, 64), (1, 64)])
@@ -87,25 +103,6 @@ def test_any_shape(name: str, shape: tuple[int, ...]) -> None:
     w = quantized(name, *shape)
     assert w.shape == shape
     assert w.dequantize().shape == shape
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_zeros_stay_exactly_zero(name: str) -> None:
-    spec = SPECS[name]
-    zeros = AffineQuantizedTensor.from_float(torch.zeros(32, 64), spec, torch.ones(1, 1) if spec.static else None)
-    assert torch.equal(zeros.dequantize(), torch.zeros(32, 64))
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_nbytes_is_what_is_kept(name: str) -> None:
-    w = quantized(name)
-    codes, others = w.canonical()
-    if "zero_point" in others:  # the portable layout stores them in int32
-        others["zero_point"] = others["zero_point"].to(w.zero_point.dtype)
-    kept = [codes if w.scheme.layout.name == "plain" else w.qdata, *others.values()]
-    assert w.nbytes == sum(t.numel() * t.element_size() for t in kept)
-    assert w.nbytes < torch.empty(32, 64).nbytes
-    assert torch.nn.Parameter(w, requires_grad=False).nbytes == w.nbytes
 
 
 def test_repr() -> None:
@@ -135,36 +132,3 @@ AffineQuantizedTensor(
     weight int8 PerBlock(sizes=(8, 16)) symmetric,
     layout=PlainLayout(), shape=(32, 64), dtype=torch.float32, device=meta, 2,112 bytes)""",
     )
-
-
-def test_from_float_refuses() -> None:
-    static = SPECS["int8 row, static int8"]
-    for x, spec, act_scale, words in [
-        (torch.randn(4, 48), UINT4, None, r"block_size \(1, 32\) does not divide shape \(4, 48\): 48 % 32 along"),
-        (torch.randn(4, 4).long(), INT8, None, r"from_float takes a floating-point tensor, got torch\.int64"),
-        (torch.randn(32, 64), static, None, r"act_scale is missing: .* \(32, 64\) with weight int8 .* has one"),
-        (torch.randn(32, 64), SPECS["int8 row"], torch.ones(1, 1), "act_scale is given: .* has no act_scale"),
-    ]:
-        with pytest.raises((ValueError, TypeError), match=words):
-            AffineQuantizedTensor.from_float(x, spec, act_scale)
-
-
-def test_from_plain_refuses() -> None:
-    codes, scale, zero_point = quantized("uint4 group", 4, 64).plain()
-    for plain, words in [
-        ((codes.to(torch.int8), scale, zero_point), r"qdata .* \(4, 64\) of torch.uint8, got \(4, 64\) of torch.int8"),
-        ((codes, scale[:, :1], zero_point), r"scale .* \(4, 2\) of floating point, got \(4, 1\) of torch.float32"),
-        ((codes, scale, zero_point[:2]), r"zero_point .* \(4, 2\) of integers, got \(2, 2\) of torch.uint8"),
-        ((codes, scale, None), r"zero_point is missing: .* uint4 .* has one"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            AffineQuantizedTensor.from_plain(*plain, UINT4, torch.float32)
-    with pytest.raises(ValueError, match=r"zero_point is given: .* int8"):
-        AffineQuantizedTensor.from_plain(*quantized("int8 row").plain()[:2], torch.zeros(32, 1), INT8, torch.float32)
-
-
-def test_the_scheme_is_hashable_and_independent_of_the_data() -> None:
-    schemes = {quantized(name).scheme for name in SPECS} | {quantized(name).scheme for name in SPECS}
-    assert len(schemes) == len(SPECS)
-    w = quantized("int8 row")
-    assert w.half().scheme == replace(w.scheme, dtype=torch.float16)

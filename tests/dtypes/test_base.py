@@ -49,33 +49,23 @@ def test_copies_of_parts(name: str, make_copy: Any) -> None:
         assert again.note == tensor.note
 
 
-def test_what_copies_share() -> None:
+def test_what_copies_share_and_files_hold() -> None:
     w = quantized("int8 row")
     assert copy.copy(w).qdata is w.qdata
     for make_copy in [through_file, through_pickle, copy.deepcopy]:
         assert make_copy(w).qdata.data_ptr() != w.qdata.data_ptr()
     first, second = copy.deepcopy([w, w])
     assert first is second
-
-
-def test_a_tied_state_dict_through_a_file() -> None:
     model = nn.ModuleList([nn.Linear(64, 32), nn.Linear(64, 32)])
     model[0].weight = model[1].weight = nn.Parameter(quantized("uint4 group, packed"), requires_grad=False)
     state = through_file(model.state_dict())
     assert_same(state["0.weight"], model.state_dict()["0.weight"])
     assert state["0.weight"].qdata.data_ptr() == state["1.weight"].qdata.data_ptr()
     assert model.load_state_dict(state, assign=True).missing_keys == []
-
-
-def test_a_file_does_not_name_classes_of_qtorch() -> None:
-    # Moving a class must not make a checkpoint unreadable: one function is all that a file refers to.
     text = pickle.dumps(quantized("uint4 group")).decode("latin1")
     assert "AffineQuantizedTensor" in text
     assert text.count("qtorch") == 1
     assert rebuild.__module__ == "qtorch.dtypes.base"
-
-
-def test_a_file_keeps_slices_small_enough() -> None:
     file = io.BytesIO()
     torch.save(quantized("int8 row", 512, 64), file)
     assert 512 * 64 < len(file.getvalue()) < 1.3 * 512 * 64
@@ -125,13 +115,10 @@ def test_flatten_and_unflatten(name: str) -> None:
     assert_same(AffineQuantizedTensor.__tensor_unflatten__(tensors, scheme, w.shape, w.stride()), w)
 
 
-def test_the_cache_key_is_stable_and_tells_schemes_apart() -> None:
+def test_the_cache_key_is_stable_and_tells_schemes_and_sets_of_kernels_apart() -> None:
     keys = {quantized(name)._stable_hash_for_caching() for name in SPECS for _ in range(2)}
     assert len(keys) == len(SPECS)
-
-
-def test_the_cache_key_tells_sets_of_kernels_apart() -> None:
-    """torch would take a graph from its disk that calls what is not chosen here."""
+    # torch would take a graph from its disk that calls what is not chosen here.
     w = quantized(next(iter(SPECS)))
     before = w._stable_hash_for_caching()
     register("linear", name="of_outside", priority=-9)(lambda x, weight, bias: x)

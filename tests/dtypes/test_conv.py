@@ -169,16 +169,12 @@ def test_gradients_go_straight_through(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8 row", "int8 row, int8 token"])
-@pytest.mark.parametrize(
-    ("ndim", "options"),
-    [
-        (2, {"padding": 2, "padding_mode": "circular"}),
-        pytest.param(1, {"groups": 4}, marks=pytest.mark.slow),
-        pytest.param(2, {"groups": 4}, marks=pytest.mark.slow),
-        pytest.param(3, {"padding": "same"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("ndim", "options"), [
+    (2, {"padding": 2, "padding_mode": "circular"}),
+    pytest.param(1, {"groups": 4}, marks=pytest.mark.slow),
+    pytest.param(2, {"groups": 4}, marks=pytest.mark.slow),
+    pytest.param(3, {"padding": "same"}, marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
 def test_a_layer_in_one_graph_for_every_batch(ndim: int, options: dict, name: str) -> None:
     layer = CONVS[ndim](32 * options.get("groups", 1), 8, 2, **options)
     layer.weight = nn.Parameter(quantized(name, *layer.weight.shape), requires_grad=False)
@@ -243,16 +239,13 @@ def test_other_inputs(name: str) -> None:
         assert torch.equal(functional.conv2d(x, weight, bias), y)
 
 
-def test_a_scale_for_each_output_channel_and_window() -> None:
+def test_scales_of_output_channels_and_groups_along_channels() -> None:
     """A channel, or an image, a thousand times as large leaves the accuracy of the others as it is."""
     x, w = torch.randn(2, 32, 6, 6), torch.randn(8, 32, 2, 2)
     w[3] *= 1000
     x[1] *= 1000
     y = functional.conv2d(x, ConvWeight.from_float(w, SPECS["int8 row, int8 token"]))
     assert compute_error(functional.conv2d(x, w)[0, 4], y[0, 4]) > 30
-
-
-def test_groups_run_along_the_channels_of_a_kernel_position() -> None:
     w = torch.randn(8, 32, 2, 2)
     w[:, :, 0, 1] *= 1000
     weight = ConvWeight.from_float(w, SPECS["int4 group, int8 token, packed"])
@@ -261,22 +254,17 @@ def test_groups_run_along_the_channels_of_a_kernel_position() -> None:
 
 
 # --- the weight as a tensor ---
-
-
 @pytest.fixture(params=["int8 row", "uint4 group, packed", "int8 row, static int8", "int8 row, 2:4"])
 def weight(request) -> ConvWeight:
     return quantized(request.param, 8, 16, 2, 2)
 
 
-def test_it_shows_the_shape_of_the_weight(weight: ConvWeight) -> None:
+def test_it_shows_the_shape_of_the_weight_and_can_be_cut(weight: ConvWeight) -> None:
     assert weight.shape == (8, 16, 2, 2)
     assert weight.dequantize().shape == weight.shape
     assert torch.equal(weight.dequantize(), conv.from_matrix(weight.matrix.dequantize(), weight.shape))
     assert weight.nbytes == weight.matrix.nbytes
     assert type(weight.matrix) is AffineQuantizedTensor
-
-
-def test_output_channels_can_be_cut(weight: ConvWeight) -> None:
     dense = weight.dequantize()
     for part, wanted in [
         (weight[2:6], dense[2:6]),

@@ -67,13 +67,6 @@ def test_bags(name: str, mode: str, padding_idx: int | None) -> None:
         assert torch.equal(y, functional.embedding_bag(ids, values, **options)), options
 
 
-def test_padding_and_empty_bags_count_for_nothing() -> None:
-    table = quantized("int8 row")
-    y = functional.embedding_bag(IDS, table, OFFSETS, mode="mean", padding_idx=0)
-    assert torch.equal(y[0], table.dequantize()[3]), "the mean of row 3 and of padding"
-    assert (y[[1, 4]] == 0).all()
-
-
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bags_in_every_dtype(dtype: torch.dtype, mode: str) -> None:
@@ -103,20 +96,31 @@ def test_weights_of_the_rows_and_their_gradient(shape: tuple[int, ...], padding_
     assert bool((results[0][1] != 0).any())
 
 
-def test_a_lookup_reads_only_the_rows_asked_for() -> None:
+def test_rows_weights_and_frozen_tables() -> None:
     """Rows that would dequantize to NaN are not touched, not even times zero."""
     table = quantized("int8 row")
     table.scale[5] = float("nan")
     assert functional.embedding_bag(IDS, table, OFFSETS).isfinite().all()
-
-
-BAGS = [("sum", None), ("sum", 3), ("max", 3)]
-
-
-def test_the_table_is_frozen() -> None:
     table = nn.Parameter(quantized("int8 row"))
     for y in (functional.embedding(IDS, table), functional.embedding_bag(IDS, table, OFFSETS)):
         assert not y.requires_grad
+    layer = nn.EmbeddingBag(32, 64)
+    layer.weight = nn.Parameter(quantized("int8 row"), requires_grad=False)
+    wanted = layer(IDS, OFFSETS)
+    with torch.inference_mode():
+        assert torch.equal(layer(IDS, OFFSETS), wanted)
+    layer = nn.EmbeddingBag(32, 64, mode="sum")
+    layer.weight = nn.Parameter(quantized("uint4 group"), requires_grad=False)
+    results = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        scales = WEIGHTS.reshape(2, 4).clone().requires_grad_()
+        y = run(IDS.reshape(2, 4), per_sample_weights=scales)
+        results.append((y, *torch.autograd.grad(y.square().sum(), scales)))
+    for got, wanted in zip(*results):
+        torch.testing.assert_close(got, wanted)
+
+
+BAGS = [("sum", None), ("sum", 3), ("max", 3)]
 
 
 @pytest.mark.parametrize("name", ["int8 row", pytest.param("nf4", marks=pytest.mark.slow)])
@@ -134,18 +138,6 @@ def test_bags_in_one_graph(name: str, mode: str, padding_idx: int | None) -> Non
     assert counter.frame_count == first, "another number of indices or bags is no other graph"
 
 
-def test_weights_of_the_rows_in_one_graph() -> None:
-    layer = nn.EmbeddingBag(32, 64, mode="sum")
-    layer.weight = nn.Parameter(quantized("uint4 group"), requires_grad=False)
-    results = []
-    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        scales = WEIGHTS.reshape(2, 4).clone().requires_grad_()
-        y = run(IDS.reshape(2, 4), per_sample_weights=scales)
-        results.append((y, *torch.autograd.grad(y.square().sum(), scales)))
-    for got, wanted in zip(*results):
-        torch.testing.assert_close(got, wanted)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_by_inductor(mode: str) -> None:
@@ -153,14 +145,6 @@ def test_bags_by_inductor(mode: str) -> None:
     layer.weight = nn.Parameter(quantized("uint4 group, packed"), requires_grad=False)
     wanted = layer(IDS, OFFSETS)
     assert compute_error(wanted, torch.compile(layer, fullgraph=True)(IDS, OFFSETS)) > 100
-
-
-def test_inference_mode() -> None:
-    layer = nn.EmbeddingBag(32, 64)
-    layer.weight = nn.Parameter(quantized("int8 row"), requires_grad=False)
-    wanted = layer(IDS, OFFSETS)
-    with torch.inference_mode():
-        assert torch.equal(layer(IDS, OFFSETS), wanted)
 
 
 def test_what_does_not_fit_says_so() -> None:

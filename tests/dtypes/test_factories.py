@@ -26,17 +26,14 @@ SYMMETRIC = MappingType.SYMMETRIC
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("mapping", "block", "target", "domain"),
-    [
-        (SYMMETRIC, (1, 64), torch.int8, ZeroPointDomain.INT),
-        (SYMMETRIC, (1, 64), torch.int8, ZeroPointDomain.NONE),
-        (ASYMMETRIC, (1, 32), torch.uint4, ZeroPointDomain.INT),
-        (ASYMMETRIC, (1, 32), torch.uint4, ZeroPointDomain.FLOAT),
-        (SYMMETRIC, (32, 64), torch.uint8, ZeroPointDomain.INT),
-        (MappingType.SYMMETRIC_NO_CLIPPING_ERR, (8, 16), torch.int4, ZeroPointDomain.INT),
-    ],
-)
+@pytest.mark.parametrize(("mapping", "block", "target", "domain"), [
+    (SYMMETRIC, (1, 64), torch.int8, ZeroPointDomain.INT),
+    (SYMMETRIC, (1, 64), torch.int8, ZeroPointDomain.NONE),
+    (ASYMMETRIC, (1, 32), torch.uint4, ZeroPointDomain.INT),
+    (ASYMMETRIC, (1, 32), torch.uint4, ZeroPointDomain.FLOAT),
+    (SYMMETRIC, (32, 64), torch.uint8, ZeroPointDomain.INT),
+    (MappingType.SYMMETRIC_NO_CLIPPING_ERR, (8, 16), torch.int4, ZeroPointDomain.INT),
+])  # fmt: skip
 def test_intx(mapping: MappingType, block: tuple, target: torch.dtype, domain: ZeroPointDomain, dtype) -> None:
     x = torch.randn(32, 64, dtype=dtype)
     preserve_zero = domain is not ZeroPointDomain.FLOAT
@@ -46,15 +43,12 @@ def test_intx(mapping: MappingType, block: tuple, target: torch.dtype, domain: Z
     assert torch.equal(w.dequantize(), spec.fake_quantize(x))
 
 
-def test_intx_options() -> None:
+def test_options_arguments_and_activations() -> None:
     x = torch.randn(4, 64)
     w = to_affine_quantized_intx(x, SYMMETRIC, (1, 64), torch.int8, -127, 127, 0.5, torch.bfloat16)
     assert w.scale.dtype == torch.bfloat16
     assert w.qdata.min() >= -127
     assert bool((w.scale >= 0.5).all())
-
-
-def test_argument_order_is_torchao_s() -> None:
     orders = {
         to_affine_quantized_intx: "input_float mapping_type block_size target_dtype quant_min quant_max eps "
         "scale_dtype zero_point_dtype preserve_zero zero_point_domain _layout",
@@ -65,6 +59,21 @@ def test_argument_order_is_torchao_s() -> None:
     }
     for function, order in orders.items():
         assert " ".join(inspect.signature(function).parameters) == order
+    weight, x = quantized("int8 row"), torch.randn(3, 64)
+    dynamic = to_linear_activation_quantized(weight, TOKEN)
+    static = to_linear_activation_quantized(weight, QuantSpec("int8", PerTensor()), x.abs().max().reshape(1, 1) / 127)
+    assert type(dynamic) is type(static) is AffineQuantizedTensor
+    wanted = functional.linear(x, weight)
+    for w in [dynamic, static]:
+        with record_kernels() as ran:
+            y = functional.linear(x, w)
+        assert ran[0] == "linear:int8_scaled_mm"
+        assert 35 < compute_error(wanted, y) < 50
+    weight = quantized("int8 row")
+    with pytest.raises(TypeError, match="takes a QuantSpec, got function"):
+        to_linear_activation_quantized(weight, lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes a quantized weight, got Tensor"):
+        to_linear_activation_quantized(torch.randn(4, 4), TOKEN)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,24 +132,3 @@ def test_fpx_is_what_the_recipe_makes(ebits: int, mbits: int) -> None:
     assert w.qdata.nbytes * 8 == (1 + ebits + mbits) * x.numel()
     with pytest.raises(ValueError, match="float7_e3m3 is not a quantized type"):
         to_affine_quantized_fpx(x, 3, 3)
-
-
-def test_linear_activation_quantized() -> None:
-    weight, x = quantized("int8 row"), torch.randn(3, 64)
-    dynamic = to_linear_activation_quantized(weight, TOKEN)
-    static = to_linear_activation_quantized(weight, QuantSpec("int8", PerTensor()), x.abs().max().reshape(1, 1) / 127)
-    assert type(dynamic) is type(static) is AffineQuantizedTensor
-    wanted = functional.linear(x, weight)
-    for w in [dynamic, static]:
-        with record_kernels() as ran:
-            y = functional.linear(x, w)
-        assert ran[0] == "linear:int8_scaled_mm"
-        assert 35 < compute_error(wanted, y) < 50
-
-
-def test_linear_activation_quantized_refuses() -> None:
-    weight = quantized("int8 row")
-    with pytest.raises(TypeError, match="takes a QuantSpec, got function"):
-        to_linear_activation_quantized(weight, lambda x: x)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="takes a quantized weight, got Tensor"):
-        to_linear_activation_quantized(torch.randn(4, 4), TOKEN)  # type: ignore[arg-type]

@@ -1,13 +1,15 @@
-"""Products and look-ups with a quantized weight: against the dequantized weight, and which kernel ran."""
+"""Products and look-ups with a quantized weight and their gradients, against the dequantized weight."""
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from qtorch import AffineQuantizedTensor, LUTQuantizedTensor, compute_error, config
 from qtorch.dtypes import (
@@ -18,10 +20,11 @@ from qtorch.dtypes import (
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
 from qtorch.kernels.registry import Problem, choose
-from tests.dtypes.specs import DTYPES, INT8, LUTS, SPARSE, SPECS, SQNR, WEIGHT_ONLY, quantized, values
+from tests.dtypes.specs import DTYPES, INT8, LUTS, SPARSE, SPECS, WEIGHT_ONLY, quantized
+
+pytestmark = pytest.mark.usefixtures("torch_kernels")
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
-pytestmark = pytest.mark.usefixtures("torch_kernels")
 
 
 def expected(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) -> Tensor:
@@ -49,24 +52,6 @@ def linear_kernel(w: QuantizedTensor, dtype: torch.dtype) -> str:
         return "linear:int8_scaled_mm"
     per_channel = w.scheme.weight.dtype.name == "int8" and tuple(w.scale.shape) == (w.shape[0], 1)
     return "linear:int8_weight_mm" if per_channel and dtype != torch.float32 else "linear:weight_only_mm"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SPECS)
-def test_linear(name: str, dtype: torch.dtype) -> None:
-    spec = SPECS[name]
-    float_weight = values(name, 48, 128, dtype=dtype)
-    x, bias = torch.randn(5, 128, dtype=dtype), torch.randn(48, dtype=dtype)
-    w = AffineQuantizedTensor.from_float(float_weight, spec, torch.full((1, 1), 4 / 127) if spec.static else None)
-    with record_kernels() as ran:
-        y = functional.linear(x, w, bias)
-    assert ran[0] == linear_kernel(w, dtype)
-    assert y.dtype == dtype
-    assert type(y) is Tensor
-    close = {torch.float32: 120, torch.float16: 64, torch.bfloat16: 46}[dtype]
-    assert compute_error(expected(x, w, bias), y) > close
-    low, high = SQNR[name.split(",")[0]]  # of the weight; rounded inputs cost some
-    assert low - 6 < compute_error(functional.linear(x.float(), float_weight.float()), (y - bias).float()) < high + 3
 
 
 @pytest.fixture
@@ -198,3 +183,79 @@ def test_a_registered_dispatch_runs_first_until_deregistered() -> None:
     assert functional.linear(x, w).shape == (3, 32)
     with pytest.raises(ValueError, match="not registered"):
         deregister_aqt_quantized_linear_dispatch(condition)
+
+
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+
+
+def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Of a fixed linear combination of the outputs, so that they do not depend on how an input was rounded."""
+    inputs = tuple(x.clone().requires_grad_() for x in inputs)
+    y = function(*inputs)
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
+    return tuple(x.grad for x in inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*SPECS, *LUTS])
+def test_input_and_bias(name: str, dtype: torch.dtype) -> None:
+    w = quantized(name, dtype=dtype)
+    d, x, bias = w.dequantize(), torch.randn(2, 3, 64, dtype=dtype), torch.randn(32, dtype=dtype)
+    got = gradients(lambda x, b: functional.linear(x, w, b).float(), x, bias)
+    wanted = gradients(lambda x, b: functional.linear(x, d, b).float(), x, bias)
+    for a, b in zip(got, wanted):
+        assert a.dtype == dtype
+        assert compute_error(b, a) > {torch.float32: 120, torch.float16: 60, torch.bfloat16: 42}[dtype]
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, *LUTS])
+def test_every_product(name: str) -> None:
+    w, experts = quantized(name), quantized(name, 2, 32, 64)
+    x, xe = torch.randn(3, 64), torch.randn(2, 3, 64)
+    for product, q, input in [
+        (lambda x, w: x @ w.t(), w, x),
+        (lambda x, w: w @ x.t(), w, x),
+        (lambda x, w: torch.addmm(torch.ones(32), x, w.t()), w, x),
+        (lambda x, w: torch.bmm(x, w.mT), experts, xe),
+        (lambda x, w: torch.einsum("bk,nk->bn", x, w), w, x),
+        (lambda x, w: torch.matmul(x[0], w.t()), w, x),
+    ]:
+        got = gradients(lambda x, product=product, q=q: product(x, q), input)
+        wanted = gradients(lambda x, product=product, q=q: product(x, q.dequantize()), input)
+        torch.testing.assert_close(got, wanted)
+
+
+def test_derivatives_are_not_quantized_and_those_of_finite_differences() -> None:
+    w, x = quantized("int8 row, int8 token"), torch.randn(3, 64, requires_grad=True)
+    y = functional.linear(x, w)
+    with record_kernels() as ran:
+        y.sum().backward()
+    assert ran[0] == "linear:weight_only_mm"
+    w = AffineQuantizedTensor.from_float(torch.randn(4, 8, dtype=torch.float64), SPECS["int8 row"])
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: functional.linear(x, w).square(), x)
+    assert torch.autograd.gradgradcheck(lambda x: functional.linear(x, w).square(), x)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in WEIGHT_ONLY])
+def test_products_whose_gradient_would_be_quantized(name: str) -> None:
+    """torch would send the gradient through the quantization that is the input's: with a static scale it is clipped."""
+    w, experts, x = quantized(name), quantized(name, 2, 32, 64), torch.randn(3, 64)
+    for equation, weight, lhs in [
+        ("bk,nk->bn", w, x),
+        ("nk,bk->nb", w, x),
+        ("bk,enk->ebn", experts, x),
+        ("ebk,enk->ebn", experts, torch.stack([x, 2 * x])),
+    ]:
+        order = (lambda a, b: (b, a)) if equation.startswith("nk") else (lambda a, b: (a, b))
+        got = gradients(lambda x, e=equation, q=weight, o=order: torch.einsum(e, *o(x, q)), lhs)
+        wanted = gradients(lambda x, e=equation, q=weight.dequantize(), o=order: torch.einsum(e, *o(x, q)), lhs)
+        torch.testing.assert_close(got, wanted)
+    assert compute_error(functional.linear(x, w), torch.einsum("bk,nk->bn", x, w)) > 100
+    # Products below autograd, whose gradients torch makes of products with the same weight.
+    got = gradients(lambda x: torch.tensordot(x, w, ([1], [1])), x)
+    torch.testing.assert_close(got, gradients(lambda x: torch.tensordot(x, w.dequantize(), ([1], [1])), x))
+    again = functools.partial(torch.tensordot, dims=([1], [1]))
+    y = checkpoint(again, x.clone().requires_grad_(), w, use_reentrant=False)
+    with pytest.raises(NotImplementedError, match=r"write the product as F\.linear"):
+        y.sum().backward()

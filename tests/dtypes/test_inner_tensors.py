@@ -1,20 +1,24 @@
-"""The inner tensors of a quantized tensor are those that its scheme says; tests/attack changes them later on."""
+"""Inner tensors are those that the scheme says, and those of a parameter too; tests/attack changes them later on."""
 
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import qtorch
+from qtorch import int4_weight_only, int8_weight_only, lut_weight_only, quantize_
 from qtorch.dtypes import MatrixWeight, QuantizedTensor, base, copying
 from qtorch.primitives.layouts.base import check_inner_tensors
-from qtorch.recipes.base import WeightRecipe
-from qtorch.training import TrainingWeight
+from qtorch.recipes.base import Recipe, WeightRecipe
+from qtorch.training import TrainingWeight, bitnet_training, int8_mixed_precision_training, qat
 from tests.attack import battery, pickles
 from tests.every_recipe import NAMES, make
 from tests.movement.holding import through_file
 from tests.movement.kinds import KINDS
+from tests.refusals import refuses
 
 RECIPES = [make(name) for name in ("int8_weight_only", "int4_weight_only", "nf4_weight_only")]
 RECIPES += [make("int8_dynamic_activation_int8_weight"), make("int8_dynamic_activation_int4_weight", 32)]
@@ -56,30 +60,24 @@ def arguments(weight: QuantizedTensor, **changes: Any) -> list[Any]:
 def test_a_scheme_of_another_shape(recipe: WeightRecipe, shape: str) -> None:
     weight = quantized(recipe)
     scheme = weight.__reduce_ex__(2)[1][2].replace("[256, 256]", shape)
-    with pytest.raises(ValueError, match="damaged: "):
-        load(*arguments(weight, scheme=scheme))
+    refuses("damaged: ", lambda: load(*arguments(weight, scheme=scheme)))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"scale": torch.empty(0, 1)},
-        {"scale": torch.ones(1, 1)},
-        {"scale": torch.ones(255, 1)},
-        {"scale": torch.ones(256, 1, dtype=torch.int32)},
-        {"scale": torch.sparse_coo_tensor(size=(256, 1))},
-        {"scale": None},
-        {"qdata": torch.empty(2, 2, dtype=torch.int8)},
-        {"qdata": torch.empty(256, 256, device="meta", dtype=torch.int8)},
-        {"more": torch.ones(1)},
-        {"qdata": "no tensor"},
-    ],
-    ids=["empty", "one", "fewer", "integers", "sparse", "missing", "small", "meta", "more", "text"],
-)
+@pytest.mark.parametrize("change", [
+    {"scale": torch.empty(0, 1)},
+    {"scale": torch.ones(1, 1)},
+    {"scale": torch.ones(255, 1)},
+    {"scale": torch.ones(256, 1, dtype=torch.int32)},
+    {"scale": torch.sparse_coo_tensor(size=(256, 1))},
+    {"scale": None},
+    {"qdata": torch.empty(2, 2, dtype=torch.int8)},
+    {"qdata": torch.empty(256, 256, device="meta", dtype=torch.int8)},
+    {"more": torch.ones(1)},
+    {"qdata": "no tensor"},
+], ids=["empty", "one", "fewer", "integers", "sparse", "missing", "small", "meta", "more", "text"])  # fmt: skip
 def test_inner_tensors_of_another_kind(recipe: WeightRecipe, change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="damaged: "):
-        load(*arguments(quantized(recipe), tensors=change))
+    refuses("damaged: ", lambda: load(*arguments(quantized(recipe), tensors=change)))
 
 
 @pytest.mark.parametrize(
@@ -99,17 +97,15 @@ def test_inner_tensors_of_another_kind(recipe: WeightRecipe, change: dict[str, A
     ids=["qdata", "scale", "plain", "scheme", "dequantize", "fast_linear", "class", "shape", "number", "list"],
 )
 def test_attributes_replace_nothing(state: Any) -> None:
-    with pytest.raises(ValueError, match="damaged: "):
-        load(*arguments(quantized(), state=state))
+    refuses("damaged: ", lambda: load(*arguments(quantized(), state=state)))
 
 
 @pytest.mark.parametrize("type_name", ["LUTQuantizedTensor", "ConvWeight", "MasterWeight", "QuantizedTensor", "?", 1])
 def test_another_type(type_name: Any) -> None:
-    with pytest.raises(ValueError, match="the file holds a"):
-        load(*arguments(quantized(), type_name=type_name))
+    refuses("the file holds a", lambda: load(*arguments(quantized(), type_name=type_name)))
 
 
-def test_operators_check_sizes_too() -> None:
+def test_sizes_and_classes() -> None:
     """They may be called by themselves. From 2.15 on, torch makes every error of an operator in C++ a RuntimeError."""
     x, codes, scale = torch.randn(2, 256), torch.zeros(256, 256, dtype=torch.int8), torch.ones(256, 1)
     mm = torch.ops.qtorch.cpu_weight_only_mm
@@ -124,6 +120,10 @@ def test_operators_check_sizes_too() -> None:
     for args in wrong:
         with pytest.raises((ValueError, RuntimeError), match="shape"):
             mm(x, args[0], args[1], args[2], None, *about, args[3])
+    bases = {QuantizedTensor, MatrixWeight, TrainingWeight}
+    # Other tests register classes of their own.
+    known = {kind for kind in copying._TYPES.values() if kind.__module__.startswith("qtorch.")}
+    assert {type(weight) for weight in OF_CLASSES.values()} == known - bases
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,8 +134,6 @@ def test_forms_are_those_of_what_layouts_pack(name: str) -> None:
 
 
 # --- attributes that are set later, by a caller or by the state of a parameter in a pickle ---
-
-
 def _one_of_each() -> dict[str, QuantizedTensor]:
     """A tensor of each class with each set of inner tensors."""
     weights = {kind.name: kind.make().weight.detach() for kind in KINDS}  # type: ignore[operator,union-attr]
@@ -163,13 +161,6 @@ def wrong_values(inner: Tensor) -> list[Any]:
     return [None, "text", 0, {}, torch.zeros(0), *tensors, inner.float().to_sparse()]
 
 
-def test_every_class_has_a_tensor_here() -> None:
-    bases = {QuantizedTensor, MatrixWeight, TrainingWeight}
-    # Other tests register classes of their own.
-    known = {kind for kind in copying._TYPES.values() if kind.__module__.startswith("qtorch.")}
-    assert {type(weight) for weight in OF_CLASSES.values()} == known - bases
-
-
 @pytest.mark.parametrize("set_attribute", [set_by_a_caller, set_by_a_file])
 @pytest.mark.parametrize("name", OF_CLASSES)
 def test_an_inner_tensor_cannot_be_replaced_by_what_does_not_fit(name: str, set_attribute: Any) -> None:
@@ -178,14 +169,22 @@ def test_an_inner_tensor_cannot_be_replaced_by_what_does_not_fit(name: str, set_
     for inner in (*weight.tensor_names(weight.scheme), "scheme"):
         present = weight.inner_tensors.get(inner)
         for value in ["text", torch.ones(1)] if present is None else wrong_values(present):
-            with pytest.raises((ValueError, TypeError), match=inner):
-                set_attribute(weight, inner, value)
+            refuses(
+                inner, lambda inner=inner, value=value: set_attribute(weight, inner, value), (ValueError, TypeError)
+            )
     assert all(vars(weight)[key] is value for key, value in before.items())
 
 
 @pytest.mark.parametrize("name", OF_CLASSES)
-def test_nothing_of_the_class_can_be_hidden(name: str) -> None:
-    """Attributes of torch can be set to what torch takes, and what kernels keep can be dropped."""
+def test_what_fits_and_what_cannot_be_hidden(name: str) -> None:
+    weight = OF_CLASSES[name].clone()
+    other = OF_CLASSES[name].clone()
+    for inner, tensor in other.inner_tensors.items():
+        setattr(weight, inner, tensor.zero_())
+    weight.of_the_user = "text"  # type: ignore[attr-defined]
+    assert torch.equal(weight.dequantize(), other.dequantize())
+    assert through_file([weight])[0].of_the_user == "text"
+    # Attributes of torch can be set to what torch takes, and what kernels keep can be dropped.
     for attribute in dir(weight := OF_CLASSES[name]):
         by_torch = (AttributeError, RuntimeError) if hasattr(Tensor, attribute) else ()
         for value in ("text", None, {}, dict):
@@ -197,12 +196,53 @@ def test_nothing_of_the_class_can_be_hidden(name: str) -> None:
             assert torch.equal(got.dequantize(), weight.dequantize()), f"{attribute} = {value}"
 
 
-@pytest.mark.parametrize("name", OF_CLASSES)
-def test_what_fits_can_be_assigned(name: str) -> None:
-    weight = OF_CLASSES[name].clone()
-    other = OF_CLASSES[name].clone()
-    for inner, tensor in other.inner_tensors.items():
-        setattr(weight, inner, tensor.zero_())
-    weight.of_the_user = "text"  # type: ignore[attr-defined]
-    assert torch.equal(weight.dequantize(), other.dequantize())
-    assert through_file([weight])[0].of_the_user == "text"
+PARAMETER_RECIPES: list[Recipe] = [
+    int8_weight_only(),
+    int4_weight_only(group_size=32),
+    lut_weight_only(3),
+    int8_mixed_precision_training(),
+    qtorch.training.int8_weight_only_quantized_training(stochastic_rounding=False),
+    bitnet_training(),
+    qat(int8_weight_only()),
+]
+every_recipe = pytest.mark.parametrize("recipe", PARAMETER_RECIPES, ids=str)
+
+
+def layer(recipe: Recipe) -> nn.Linear:
+    linear = nn.Linear(64, 32)
+    quantize_(linear, recipe)
+    return linear
+
+
+@every_recipe
+def test_parameters_of_floats_and_data_that_does_not_fit(recipe: Recipe) -> None:
+    with pytest.raises(TypeError, match="takes inner tensors and a scheme"):
+        type(layer(recipe).weight)(torch.randn(32, 64), requires_grad=False)  # type: ignore[arg-type]
+    # tests/attack assigns what fits, before and after calls.
+    weight = layer(recipe).weight
+    with pytest.raises(ValueError, match=r"\(32, 64\) takes a tensor of that shape, got \(64, 32\)"):
+        weight.data = torch.randn(64, 32)
+    with pytest.raises(TypeError, match="takes a tensor"):
+        weight.data = [1.0]
+    assert weight.shape == (32, 64)
+    weight.data = weight.data.to(torch.bfloat16)
+    assert weight.dtype == torch.bfloat16
+
+
+READERS: dict[str, Any] = {
+    "asarray": np.asarray,
+    "np.from_dlpack": np.from_dlpack,
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "storage": lambda w: w.storage()[0],
+    "storage bytes": lambda w: bytes(w.untyped_storage()),
+}
+"""Beside those of tests/attack/raw_memory.py."""
+
+
+@every_recipe
+@pytest.mark.parametrize("reader", READERS)
+def test_memory_that_is_not_there(recipe: Recipe, reader: str) -> None:
+    weight = layer(recipe).weight.detach()
+    assert isinstance(weight, QuantizedTensor)
+    with pytest.raises((TypeError, RuntimeError), match=r"dequantize\(\)|data pointer|not allocated"):
+        READERS[reader](weight)

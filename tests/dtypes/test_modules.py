@@ -1,4 +1,4 @@
-"""Quantized weights inside modules: they behave as any Parameter does."""
+"""Quantized weights inside modules: they behave as any Parameter does, compiled too."""
 
 import copy
 from collections import OrderedDict
@@ -6,13 +6,16 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, compute_error
 from qtorch.kernels import record_kernels
-from tests.dtypes.specs import SPECS, quantized
+from tests.dtypes.specs import LUTS, SPECS, quantized
+
+pytestmark = pytest.mark.usefixtures("torch_kernels")
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
-pytestmark = pytest.mark.usefixtures("torch_kernels")
 
 all_specs = pytest.mark.parametrize("name", SPECS)
 some_specs = pytest.mark.parametrize("name", ["int8 row", "uint4 group", "int8 row, static int8"])
@@ -31,7 +34,7 @@ def tied(name: str) -> nn.Sequential:
     return model
 
 
-def test_named_parameters_and_buffers() -> None:
+def test_names_and_values_of_one_scheme() -> None:
     model = tied("int8 row")
     assert [name for name, _ in model.named_parameters()] == ["a.weight", "a.bias", "b.bias"]
     assert list(model.state_dict()) == ["a.weight", "a.bias", "b.weight", "b.bias"]
@@ -42,6 +45,16 @@ def test_named_parameters_and_buffers() -> None:
     values = module.table.dequantize()
     assert module.half().table.dtype == torch.float16
     assert torch.equal(module.float().state_dict()["table"].dequantize(), values)
+    model, ids, x = MLP("int8 row"), torch.tensor([3, 0, 31]), torch.randn(3, 64)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    compiled(ids, x)
+    model.load_state_dict(MLP("int8 row").state_dict())
+    assert compute_error(model(ids, x), compiled(ids, x)) > 110
+    assert counter.frame_count == 1
+    model.load_state_dict(MLP("uint4 group").state_dict(), assign=True)
+    assert compute_error(model(ids, x), compiled(ids, x)) > 110
+    assert counter.frame_count == 2
 
 
 @some_specs
@@ -71,19 +84,7 @@ def test_load_state_dict_checks_keys_and_shapes(assign: bool) -> None:
 
 
 @all_specs
-def test_a_meta_model_is_filled_by_assignment(name: str) -> None:
-    source = tied(name)
-    with torch.device("meta"):
-        model = nn.Sequential(OrderedDict(a=nn.Linear(64, 32), b=nn.Linear(64, 32)))
-    model.load_state_dict(source.state_dict(), assign=True)
-    assert torch.equal(model.a.weight, source.a.weight)
-    assert model.a.weight.scheme == source.a.weight.scheme
-    x = torch.randn(3, 64)
-    assert torch.equal(model.b(x), source.b(x))
-
-
-@all_specs
-def test_to_moves_and_converts_and_keeps_ties(name: str) -> None:
+def test_moves_convert_keep_ties_and_to_empty(name: str) -> None:
     model = tied(name)
     values = model.a.weight.dequantize()
     assert model.half() is model
@@ -97,10 +98,6 @@ def test_to_moves_and_converts_and_keeps_ties(name: str) -> None:
     model.to("meta")
     assert model.a.weight.is_meta
     assert model.a.weight is model.b.weight
-
-
-@all_specs
-def test_to_empty(name: str) -> None:
     model = tied(name).to("meta")
     scheme = model.a.weight.scheme
     model.to_empty(device="cpu")
@@ -148,3 +145,83 @@ def test_transformer_encoder_layer(mode: type) -> None:
     with mode(), record_kernels() as ran:
         assert compute_error(plain(x), layer(x)) > 110
     assert [k for k in ran if k.startswith("linear:")] == ["linear:weight_only_mm"] * 3
+
+
+# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
+
+
+class MLP(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64, bias=False)
+        self.up.weight = nn.Parameter(quantized(name, 128, 64), requires_grad=False)
+        self.down.weight = nn.Parameter(quantized(name, 64, 128), requires_grad=False)
+        self.table = nn.Embedding.from_pretrained(quantized(name, 32, 64))
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(self.table(ids) + x)))
+
+
+def run(function, ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = function(ids, x)
+    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
+    return y.detach(), x.grad
+
+
+QUICK = ("uint4 group", "int8 row, int8 token", "float8 row, 2:4", "nf4")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in [*SPECS, *LUTS]]
+)
+def test_one_graph_forward_and_backward(name: str) -> None:
+    model, ids, x = MLP(name), torch.tensor([3, 0, 31]), torch.randn(3, 64)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for got, wanted in zip(run(compiled, ids, x), run(model, ids, x)):
+        assert compute_error(wanted, got) > 110
+    with torch.no_grad():
+        assert compute_error(model(ids, x), compiled(ids, x)) > 110
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [("uint4 group", "weight_only_mm"), ("nf4", "lut_weight_mm"), ("int8 row, int8 token", "int_matmul")],
+)
+def test_inductor(name: str, operator: str) -> None:
+    model, ids, x = MLP(name), torch.tensor([3, 0, 31]), torch.randn(3, 64)
+    compiled = torch.compile(model, fullgraph=True)
+    run(compiled, ids, x)
+    with record_kernels() as ran:
+        got = run(compiled, ids, x)
+    assert operator in ran
+    for a, b in zip(got, run(model, ids, x)):
+        # A code may round the other way after a fused multiplication.
+        assert compute_error(b, a) > 35
+    with torch.inference_mode():
+        assert compute_error(model(ids, x), compiled(ids, x)) > 35
+
+
+def test_views_products_attention_and_autocast_inside_a_graph() -> None:
+    experts, w = quantized("uint4 group", 4, 32, 64), quantized("int8 row")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            half = functional.linear(x[0], w)
+        return torch.bmm(x, experts.mT), x[0] @ w[8:].t(), half, w[:8].dequantize()
+
+    x = torch.randn(4, 3, 64)
+    batched, sliced, half, values = compiled(x)
+    assert compute_error(x @ experts.dequantize().mT, batched) > 110
+    assert compute_error(x[0] @ w.dequantize()[8:].t(), sliced) > 110
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(values, w.dequantize()[:8])
+    attention = nn.MultiheadAttention(64, 4, batch_first=True).eval()
+    attention.in_proj_weight = nn.Parameter(quantized("int8 row", 192, 64), requires_grad=False)
+    attention.out_proj.weight = nn.Parameter(quantized("int8 row", 64, 64), requires_grad=False)
+    x = torch.randn(2, 5, 64) * 0.1
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    assert compute_error(attention(x, x, x)[0], compiled(x, x, x)[0]) > 100

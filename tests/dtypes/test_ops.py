@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qtorch import AffineQuantizedTensor
 from tests.dtypes.specs import DTYPES, LUTS, SPECS, TOKEN, UINT4, quantized, values
+from tests.refusals import refuses
 
 all_specs = pytest.mark.parametrize("name", SPECS)
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -24,7 +25,7 @@ def identical(a: AffineQuantizedTensor, b: AffineQuantizedTensor) -> bool:
 
 @all_dtypes
 @all_specs
-def test_copy_from_float_quantizes_as_from_float_does(name: str, dtype: torch.dtype) -> None:
+def test_copies_from_floats_and_new_tensors(name: str, dtype: torch.dtype) -> None:
     w = quantized(name, dtype=dtype)
     x = values(name)
     wanted = AffineQuantizedTensor.from_float(x.to(dtype), w.scheme.spec, w.act_scale)
@@ -33,9 +34,17 @@ def test_copy_from_float_quantizes_as_from_float_does(name: str, dtype: torch.dt
     assert identical(w, wanted)
     assert w.qdata is codes
     assert identical(alias, wanted)
+    w = quantized(name)
+    empty, zeros = torch.empty_like(w, dtype=dtype), torch.zeros_like(w, dtype=dtype)
+    assert empty.scheme == zeros.scheme == replace(w.scheme, dtype=dtype)
+    assert torch.equal(zeros.dequantize(), torch.zeros(32, 64, dtype=dtype))
+    assert w.act_scale is None or torch.equal(zeros.act_scale, w.act_scale)
+    for like in [torch.empty_like(w, device="meta"), torch.zeros_like(w, device="meta")]:
+        assert like.scheme == w.scheme
+        assert all(inner.is_meta for inner in like.inner_tensors.values())
 
 
-def test_copy_from_the_same_weight_spec_takes_the_codes() -> None:
+def test_copies_take_the_codes_and_keep_the_scale() -> None:
     half, w, source = quantized("int8 row").half(), quantized("int8 row, int8 token"), quantized("int8 row")
     assert half.copy_(source).dtype == torch.float16, "the logical dtype is the target's"
     assert torch.equal(half.dequantize(torch.float32), source.dequantize())
@@ -47,49 +56,36 @@ def test_copy_from_the_same_weight_spec_takes_the_codes() -> None:
     static.copy_(source)
     assert torch.equal(static.dequantize(), source.dequantize())
     assert static.act_scale.item() == 3
-
-
-@all_specs
-def test_copy_from_another_spec_is_refused(name: str) -> None:
-    """To quantize once more takes an explicit `dequantize`."""
-    other = "int8 tensor" if name.startswith("float8 row") else "float8 row"
-    w, source = quantized(name), AffineQuantizedTensor.from_float(values(name), SPECS[other])
-    before = w.clone()
-    with pytest.raises(ValueError, match=r"copy_ of a weight quantized as .* into a weight quantized .*dequantize\(\)"):
-        w.copy_(source)
-    assert identical(w, before)
-    wanted = AffineQuantizedTensor.from_float(source.dequantize(), w.scheme.spec, w.act_scale)
-    assert identical(w.copy_(source.dequantize()), wanted)
-
-
-def test_copy_into_float_is_refused() -> None:
-    w, x, bigger = quantized("uint4 group"), torch.zeros(32, 64), torch.zeros(2, 32, 64)
-    with pytest.raises(ValueError, match=r"copy_ of a weight .* into a float tensor .* assign=True"):
-        x.copy_(w)
-    with pytest.raises(ValueError, match=r"copy_ of a weight .* into a float tensor"):
-        bigger[1] = w
-    assert not x.any()
-    assert not bigger.any()
-
-
-def test_copy_quantizes_with_the_scale_as_it_is_stored() -> None:
-    # Scales of groups are bf16 here and stay so; the codes must be those for the rounded scales.
     w = quantized("uint4 group", dtype=torch.bfloat16).float()
     x = torch.randn(32, 64)
     w.copy_(x)
     assert w.scale.dtype == torch.bfloat16
     wanted = AffineQuantizedTensor.from_float(x, replace(UINT4, scale_dtype=torch.bfloat16))
     assert torch.equal(w.dequantize(), wanted.dequantize())
-
-
-def test_copy_refuses_another_shape() -> None:
     w = quantized("int8 row")
     before = w.dequantize()
     for source in [torch.ones(64), torch.ones(64, 32), quantized("int8 row", 16, 64), torch.tensor(1.0)]:
         words = f"copy_: the target has shape (32, 64), the source {tuple(source.shape)}"
-        with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
-            w.copy_(source)
+        refuses(f"^{re.escape(words)}$", lambda source=source: w.copy_(source))
     assert torch.equal(w.dequantize(), before)
+
+
+@all_specs
+def test_copy_from_another_spec_is_refused_and_to_the_same_is_the_same(name: str) -> None:
+    """To quantize once more takes an explicit `dequantize`."""
+    other = "int8 tensor" if name.startswith("float8 row") else "float8 row"
+    w, source = quantized(name), AffineQuantizedTensor.from_float(values(name), SPECS[other])
+    before = w.clone()
+    refuses(r"copy_ of a weight quantized as .* into a weight quantized .*dequantize\(\)", lambda: w.copy_(source))
+    assert identical(w, before)
+    wanted = AffineQuantizedTensor.from_float(source.dequantize(), w.scheme.spec, w.act_scale)
+    assert identical(w.copy_(source.dequantize()), wanted)
+    w = quantized(name)
+    assert w.to("cpu") is w.cpu() is w.float() is w.to(torch.float32) is w.contiguous() is w
+    copy = w.to("cpu", copy=True)
+    assert copy is not w
+    assert identical(copy, w)
+    assert copy.qdata.data_ptr() != w.qdata.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -114,35 +110,12 @@ def test_assigning_a_part_of_a_block_is_refused(name: str, inference: bool) -> N
     assert torch.equal(w.dequantize(), before)
 
 
-@all_specs
-def test_to_the_same_is_the_same(name: str) -> None:
-    w = quantized(name)
-    assert w.to("cpu") is w.cpu() is w.float() is w.to(torch.float32) is w.contiguous() is w
-    copy = w.to("cpu", copy=True)
-    assert copy is not w
-    assert identical(copy, w)
-    assert copy.qdata.data_ptr() != w.qdata.data_ptr()
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.bool])
 def test_to_a_dtype_that_is_not_for_reals(dtype: torch.dtype) -> None:
     w = quantized("int8 row")
     for convert in [Tensor.to, torch.zeros_like, torch.empty_like]:
         with pytest.raises(TypeError, match=rf"takes a floating-point dtype of 16 bits or more, got {dtype}$"):
             convert(w, dtype=dtype)
-
-
-@all_dtypes
-@all_specs
-def test_empty_like_and_zeros_like(name: str, dtype: torch.dtype) -> None:
-    w = quantized(name)
-    empty, zeros = torch.empty_like(w, dtype=dtype), torch.zeros_like(w, dtype=dtype)
-    assert empty.scheme == zeros.scheme == replace(w.scheme, dtype=dtype)
-    assert torch.equal(zeros.dequantize(), torch.zeros(32, 64, dtype=dtype))
-    assert w.act_scale is None or torch.equal(zeros.act_scale, w.act_scale)
-    for like in [torch.empty_like(w, device="meta"), torch.zeros_like(w, device="meta")]:
-        assert like.scheme == w.scheme
-        assert all(inner.is_meta for inner in like.inner_tensors.values())
 
 
 @pytest.mark.parametrize("name", [*SPECS, *LUTS])
@@ -159,20 +132,6 @@ def test_equal(name: str) -> None:
     assert (w == w).dtype == torch.bool
 
 
-@all_specs
-def test_pinning_fails_as_for_a_plain_tensor(name: str) -> None:
-    w, plain = quantized(name), torch.ones(1)
-    assert w.is_pinned() == plain.is_pinned()
-    if torch.accelerator.is_available():
-        assert w.pin_memory().is_pinned()
-        return
-    with pytest.raises(RuntimeError) as wanted:
-        plain.pin_memory()
-    with pytest.raises(RuntimeError) as got:
-        w.pin_memory()
-    assert str(got.value) == str(wanted.value)
-
-
 def test_unknown_operations_name_themselves_and_change_nothing() -> None:
     w = quantized("int8 row")
     before = w.dequantize()
@@ -184,6 +143,5 @@ def test_unknown_operations_name_themselves_and_change_nothing() -> None:
         "convolution.default": lambda: torch.nn.functional.conv_transpose1d(torch.ones(1, 32, 8), w.unsqueeze(2)),
     }.items():
         words = f"aten.{name} is not implemented for AffineQuantizedTensor; call .dequantize() first"
-        with pytest.raises(NotImplementedError, match=f"^{re.escape(words)}"):
-            operation()
+        refuses(f"^{re.escape(words)}", operation, NotImplementedError)
     assert torch.equal(w.dequantize(), before)

@@ -63,18 +63,6 @@ def test_the_first_code_is_in_the_lowest_bits(dtype: QDType) -> None:
         assert word % 2**32 == number
 
 
-def test_a_word_written_out() -> None:
-    codes = torch.tensor([-8, -7, -6, -5, -4, -3, -2, 7], dtype=torch.int8)
-    assert pack_to_int32(codes, qdtype("int4")).item() == 0xF6543210 - 2**32
-    assert pack_to_int32(codes[:3], qdtype("int4")).item() == 0x210
-
-
-def test_padding_is_zero_bits() -> None:
-    packed = pack_to_int32(torch.full((1, 3), 7, dtype=torch.int8), qdtype("int4"))
-    padding = unpack_from_int32(packed, qdtype("int4"), 8)[0, 3:]
-    assert torch.equal(padding, torch.full((5,), -8, dtype=torch.int8))
-
-
 def test_names_are_those_of_compressed_tensors() -> None:
     activation = QuantSpec("int8", PerTensor(), ASYMMETRIC)
     spec = LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), activation, static=True)
@@ -121,7 +109,7 @@ layer.weight_scale: float32 (4, 1)
     )
 
 
-def test_the_entry_is_json_of_the_scheme_and_the_names() -> None:
+def test_the_entry_is_json_and_words_are_padded() -> None:
     w = quantized("uint4 group", 4, 64)
     _, entry = to_canonical("layer.weight", w)
     assert entry.keys() == {"scheme", "tensors"}
@@ -131,6 +119,12 @@ def test_the_entry_is_json_of_the_scheme_and_the_names() -> None:
         "scale": "layer.weight_scale",
         "zero_point": "layer.weight_zero_point",
     }
+    codes = torch.tensor([-8, -7, -6, -5, -4, -3, -2, 7], dtype=torch.int8)
+    assert pack_to_int32(codes, qdtype("int4")).item() == 0xF6543210 - 2**32
+    assert pack_to_int32(codes[:3], qdtype("int4")).item() == 0x210
+    packed = pack_to_int32(torch.full((1, 3), 7, dtype=torch.int8), qdtype("int4"))
+    padding = unpack_from_int32(packed, qdtype("int4"), 8)[0, 3:]
+    assert torch.equal(padding, torch.full((5,), -8, dtype=torch.int8))
 
 
 def broken(change: dict[str, Tensor], entry: Entry | None = None) -> str:

@@ -1,4 +1,7 @@
-"""Weights that are stored as (inputs, outputs): their numbers are those of the transposed linear layer."""
+"""Weights stored as (inputs, outputs), and matrices of fused experts."""
+
+import copy
+import io
 
 import pytest
 import torch
@@ -6,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qtorch
-from qtorch import explain, quantize_
+from qtorch import AffineQuantizedTensor, explain, int4_weight_only, int8_weight_only, nf4_weight_only, quantize_
 from qtorch.dtypes import QuantizedTensor, TransposedWeight
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.custom_ops import record_kernels
 from qtorch.recipes.base import WeightRecipe
+from qtorch.training import qat
 
 RECIPES: list[WeightRecipe] = [
     qtorch.int8_weight_only(),
@@ -47,7 +51,7 @@ class InOut(nn.Module):
 
 
 @EACH
-def test_products_are_those_of_the_linear_layer(recipe: WeightRecipe) -> None:
+def test_products_of_layers_and_experts(recipe: WeightRecipe) -> None:
     weight, matrix = pair(recipe, 64, 96)
     x, bias = torch.randn(5, 64), torch.randn(96)
     wanted = functional.linear(x, matrix)
@@ -61,10 +65,6 @@ def test_products_are_those_of_the_linear_layer(recipe: WeightRecipe) -> None:
     assert torch.mm(x, weight, out=out) is out
     assert torch.equal(out, wanted)
     assert torch.equal(weight.dequantize(), matrix.dequantize().mT)
-
-
-@EACH
-def test_experts(recipe: WeightRecipe) -> None:
     weight, matrix = pair(recipe, 3, 64, 96)
     x = torch.randn(3, 5, 64)
     wanted = torch.stack([functional.linear(rows, matrix[e]) for e, rows in enumerate(x)])  # type: ignore[arg-type]
@@ -96,16 +96,12 @@ def test_parts() -> None:
 
 
 @pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
-@pytest.mark.parametrize(
-    ("recipe", "kernel"),
-    [
-        (qtorch.int8_weight_only(), "cpu_weight_only_mm"),
-        (qtorch.int4_weight_only(group_size=32), "cpu_weight_only_mm"),
-        (qtorch.int8_dynamic_activation_int8_weight(), "cpu_int8_mm"),
-        (qtorch.int8_dynamic_activation_int4_weight(), "cpu_int8_mm"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("recipe", "kernel"), [
+    (qtorch.int8_weight_only(), "cpu_weight_only_mm"),
+    (qtorch.int4_weight_only(group_size=32), "cpu_weight_only_mm"),
+    (qtorch.int8_dynamic_activation_int8_weight(), "cpu_int8_mm"),
+    (qtorch.int8_dynamic_activation_int4_weight(), "cpu_int8_mm"),
+], ids=str)  # fmt: skip
 def test_the_compiled_kernels_run_and_their_fast_path(recipe: WeightRecipe, kernel: str) -> None:
     weight, _ = pair(recipe, 64, 96)
     layer, x = InOut(weight), torch.randn(5, 64)
@@ -124,19 +120,24 @@ def test_the_compiled_kernels_run_and_their_fast_path(recipe: WeightRecipe, kern
     assert torch.equal(layer(x), wanted)
 
 
-def test_gradients_flow_to_input_and_bias() -> None:
+def test_gradients_and_square_weights() -> None:
     weight, matrix = pair(qtorch.int8_weight_only(), 64, 96)
     layer, x = InOut(weight), torch.randn(5, 64, requires_grad=True)
     layer(x).square().sum().backward()
     y = layer(x).detach()
     torch.testing.assert_close(x.grad, 2 * y @ matrix.dequantize())
     torch.testing.assert_close(layer.bias.grad, 2 * y.sum(0))
-
-
-def test_a_linear_layer_takes_it_with_the_axes_that_it_has() -> None:
     weight, matrix = pair(qtorch.int8_weight_only(), 64, 64)
     x = torch.randn(3, 64)
     torch.testing.assert_close(functional.linear(x, weight), x @ matrix.dequantize())
+    transformers = pytest.importorskip("transformers.pytorch_utils")
+    layer = transformers.Conv1D(96, 64)
+    for recipe in (qtorch.training.int8_weight_only_quantized_training(), qtorch.training.lsq()):
+        with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exchanges the class of layers"):
+            quantize_(layer, recipe)
+        with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exactly these; this is one of"):
+            quantize_(layer, {"weight": recipe})
+    assert type(layer.weight) is nn.Parameter
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,6 @@ def test_a_linear_layer_takes_it_with_the_axes_that_it_has() -> None:
 )
 def test_training_along_the_contracted_axis(wrap: type) -> None:
     """A layer that is stored (inputs, outputs) trains and converts as the linear layer of the same numbers."""
-    torch.manual_seed(0)
     transformers = pytest.importorskip("transformers.pytorch_utils")
     recipe = wrap() if wrap is not qtorch.training.qat else wrap(qtorch.int8_dynamic_activation_int8_weight())
     layer, linear = transformers.Conv1D(96, 64), nn.Linear(64, 96)
@@ -167,17 +167,6 @@ def test_training_along_the_contracted_axis(wrap: type) -> None:
     assert not torch.equal(outputs[0], functional.linear(x, torch.zeros(96, 64)))
 
 
-def test_codes_are_not_trained_the_other_way_around() -> None:
-    transformers = pytest.importorskip("transformers.pytorch_utils")
-    layer = transformers.Conv1D(96, 64)
-    for recipe in (qtorch.training.int8_weight_only_quantized_training(), qtorch.training.lsq()):
-        with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exchanges the class of layers"):
-            quantize_(layer, recipe)
-        with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exactly these; this is one of"):
-            quantize_(layer, {"weight": recipe})
-    assert type(layer.weight) is nn.Parameter
-
-
 @pytest.mark.parametrize("recipe", RECIPES[:4], ids=str)
 def test_exported_in_operators_of_torch(recipe: WeightRecipe) -> None:
     weight, _ = pair(recipe, 64, 96)
@@ -185,3 +174,88 @@ def test_exported_in_operators_of_torch(recipe: WeightRecipe) -> None:
     program = torch.export.export(qtorch.export.portable(layer), (x,))
     torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-4, atol=1e-5)
     assert not any("qtorch" in str(node.target) for node in program.graph.nodes)
+
+
+EXPERT_RECIPES = [int8_weight_only(), int4_weight_only(group_size=16)]
+
+
+def experts(recipe: object = EXPERT_RECIPES[0]) -> QuantizedTensor:
+    return recipe.apply(torch.randn(3, 8, 32))  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("recipe", EXPERT_RECIPES, ids=str)
+def test_it_is_the_same_tensor(recipe: object) -> None:
+    weight = experts(recipe)
+    assert weight[1] is weight[torch.tensor(1)]
+    assert weight[1] is not weight[2]
+    assert weight[1].qdata.untyped_storage().data_ptr() == weight.qdata.untyped_storage().data_ptr()
+    assert torch.equal(weight[1].dequantize(), weight.dequantize()[1])
+    assert torch.equal(weight[-1].dequantize(), weight.dequantize()[2])
+    with pytest.raises(IndexError):
+        weight[3]
+
+
+def test_what_is_picked_anew_and_other_indices() -> None:
+    weight = experts()
+    whole = weight.dequantize()
+    indices = (slice(1, 3), (1, 2), torch.tensor([2, 0]), (slice(None), 3), None, torch.tensor([True, False, True]))
+    for index in indices[:4]:
+        assert torch.equal(weight[index].dequantize(), whole[index])
+    assert weight[0, 1] is not weight[0, 1]
+    matrix = weight[1]
+    matrix.qdata.fill_(1)
+    assert torch.equal(weight.dequantize()[1], weight.scale[1].expand(8, 32))
+    assert torch.equal(weight[1].dequantize(), weight.dequantize()[1])
+    # Scales that are quantized themselves become numbers of their own in a view.
+    weight = nf4_weight_only(group_size=32).apply(torch.randn(3, 64, 64))
+    assert weight[1] is not weight[1]
+    assert torch.equal(weight[1].dequantize(), weight.dequantize()[1])
+    module = nn.Module()
+    module.experts = nn.Parameter(torch.randn(3, 8, 32))
+    quantize_(module, {"experts": qat(int8_weight_only())})
+    assert module.experts[1] is not module.experts[1]
+    functional.linear(torch.randn(2, 32), module.experts[1]).sum().backward()
+    assert module.experts.grad[1].any()  # type: ignore[index]
+
+
+def test_a_change_of_the_weight_and_copies() -> None:
+    weight, other = experts(), experts()
+    before = weight[1]
+    weight.qdata.zero_()
+    assert weight[1] is not before
+    assert not weight[1].dequantize().any()
+    parameter = nn.Parameter(weight, requires_grad=False)
+    assert not parameter[2].dequantize().any()
+    parameter.data = other
+    assert torch.equal(parameter[2].dequantize(), other.dequantize()[2])
+    assert torch.equal(parameter.to(torch.bfloat16)[2].dequantize(), parameter.to(torch.bfloat16).dequantize()[2])
+    weight = experts()
+    size = len(saved(weight))
+    for e in range(3):
+        functional.linear(torch.randn(1, 32), weight[e])
+    assert len(saved(weight)) == size
+    for twin in (copy.deepcopy(weight), copy.copy(weight), weight.detach()):
+        assert vars(twin).get("matrices") is None
+        assert twin[1] is not weight[1]
+
+
+def saved(weight: Tensor) -> bytes:
+    file = io.BytesIO()
+    torch.save(weight, file)
+    return file.getvalue()
+
+
+def test_inference_mode_gradients_and_torch_func() -> None:
+    weight = experts()
+    with torch.inference_mode():
+        functional.linear(torch.randn(1, 32), weight[1])
+        kept = weight[1]
+    x = torch.randn(2, 32, requires_grad=True)
+    functional.linear(x, weight[1]).sum().backward()
+    assert weight[1] is not kept
+    torch.testing.assert_close(x.grad, weight.dequantize()[1].sum(0).expand(2, 32))
+    weight: AffineQuantizedTensor = experts()  # type: ignore[assignment]
+    x = torch.randn(4, 32)
+    kept = weight[1]
+    grad = torch.func.grad(lambda row: functional.linear(row, weight[1]).sum())
+    torch.testing.assert_close(torch.func.vmap(grad)(x), kept.dequantize().sum(0).expand(4, 32))

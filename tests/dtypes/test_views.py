@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PerBlock, QuantSpec
 from tests.dtypes.specs import ASYMMETRIC, DTYPES, LUTS, OTHER_LAYOUTS, SPECS, quantized
+from tests.refusals import refuses
 
 Operation = Callable[[Tensor], Any]
 
@@ -119,10 +120,8 @@ def test_stack_of_matrices_is_exact(name: str) -> None:
     assert torch.equal(both.dequantize(), torch.stack([one.dequantize(), two.dequantize()]))
     if one.scheme.weight.scale_spec is None:
         assert torch.equal(both[1], two)
-    with pytest.raises(ValueError, match="along axis 0"):
-        torch.stack([one, two], 1)
-    with pytest.raises(ValueError, match="some are not"):
-        torch.stack([one, torch.randn(one.shape)])
+    refuses("along axis 0", lambda: torch.stack([one, two], 1))
+    refuses("some are not", lambda: torch.stack([one, torch.randn(one.shape)]))
 
 
 INDICES = [torch.tensor([5, 0, 5]), torch.tensor([-1, -32]), torch.tensor([], dtype=torch.int64), torch.tensor([31])]
@@ -139,14 +138,10 @@ def test_rows_by_index(name: str, index: Tensor) -> None:
     assert torch.equal(functional.embedding(index % 32, w), w.dequantize()[index])
 
 
-def test_columns_by_index() -> None:
+def test_indices_and_empty_tensors() -> None:
     index = torch.tensor([63, 1, -1])
     check_exact(lambda w: w[:, index], quantized("int8 row"))
-    with pytest.raises(ValueError, match="index_select along axis 1 cuts blocks of 32"):
-        quantized("uint4 group")[:, index]
-
-
-def test_wrong_indices_fail_as_on_a_plain_tensor() -> None:
+    refuses("index_select along axis 1 cuts blocks of 32", lambda: quantized("uint4 group")[:, index])
     w = quantized("int8 row")
     for operation in [
         lambda w: w[torch.tensor([32])],
@@ -160,8 +155,17 @@ def test_wrong_indices_fail_as_on_a_plain_tensor() -> None:
             operation(w.dequantize())
         with pytest.raises((IndexError, RuntimeError)):
             operation(w)
-    with pytest.raises(NotImplementedError, match="takes one 1-d index tensor"):
-        w[torch.ones(32, 64, dtype=torch.bool)]
+    refuses("takes one 1-d index tensor", lambda: w[torch.ones(32, 64, dtype=torch.bool)], NotImplementedError)
+    for name in ["int8 row", "int8 tensor", "uint4 group"]:
+        w = quantized(name)[:0]
+        for operation in [
+            lambda w: w.t(),
+            lambda w: w[None],
+            lambda w: w.view(0, 2, 32),
+            lambda w: w.view(-1),
+            lambda w: w[torch.tensor([], dtype=torch.int64)],
+        ]:
+            check_exact(operation, w)
 
 
 def test_what_cuts_blocks_says_so() -> None:
@@ -182,8 +186,7 @@ def test_what_cuts_blocks_says_so() -> None:
         (lambda: torch.cat([row, row.half()]), "cat joins tensors of one dtype, got torch.float32 and torch.float16"),
         (lambda: torch.cat([static, other]), "cat cannot join weights with static activation scales, which differ"),
     ]:
-        with pytest.raises((ValueError, RuntimeError), match=re.escape(words)):
-            operation()
+        refuses(re.escape(words), operation, (ValueError, RuntimeError))
 
 
 @pytest.mark.parametrize("name", ["int8 row", "int8 row, static int8"])
@@ -192,19 +195,6 @@ def test_parts_that_share_scales_join_again(name: str) -> None:
     joined = torch.cat([whole[:, :24], whole[:, 24:]], dim=1)
     assert torch.equal(joined.dequantize(), whole.dequantize())
     assert joined.scheme.activation == whole.scheme.activation
-
-
-def test_empty_tensors() -> None:
-    for name in ["int8 row", "int8 tensor", "uint4 group"]:
-        w = quantized(name)[:0]
-        for operation in [
-            lambda w: w.t(),
-            lambda w: w[None],
-            lambda w: w.view(0, 2, 32),
-            lambda w: w.view(-1),
-            lambda w: w[torch.tensor([], dtype=torch.int64)],
-        ]:
-            check_exact(operation, w)
 
 
 # ----------------------------------------------------------------------- property: exact, or ValueError

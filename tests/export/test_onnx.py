@@ -14,9 +14,9 @@ from torch import nn
 import qtorch
 from qtorch import quantize_
 from qtorch.primitives import compute_error
+from tests.export.models import Convnet, Llama, Mlp, made
 from tests.fast_part import slow_but
-
-from .models import Convnet, Llama, Mlp, made
+from tests.refusals import refuses
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -100,7 +100,7 @@ def test_weights_are_integers_in_the_file(name: str, tmp_path: Path) -> None:
     assert compute_error(floats(x), y) < 60  # it is quantized
 
 
-def test_integer_products_have_the_bits_of_the_model(tmp_path: Path) -> None:
+def test_integers_and_stored_weights(tmp_path: Path) -> None:
     """Without a function between that ONNX Runtime approximates."""
     model = made(lambda: nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64)))
     quantize_(model, qtorch.int8_dynamic_activation_int8_weight())
@@ -109,9 +109,6 @@ def test_integer_products_have_the_bits_of_the_model(tmp_path: Path) -> None:
     assert torch.equal(run(tmp_path / "model.onnx", x), model(x))
     # uint8 * uint8 is exact on every processor in ONNX Runtime, unlike uint8 * int8.
     assert types(file) == {"0.weight_qdata": "UINT8", "2.weight_qdata": "UINT8"}
-
-
-def test_static_activations_as_runtimes_fuse_them(tmp_path: Path) -> None:
     model = made(Mlp)
     quantize_(model, qtorch.int8_static_activation_int8_weight(0.03))
     x = torch.randn(3, 64)
@@ -121,20 +118,7 @@ def test_static_activations_as_runtimes_fuse_them(tmp_path: Path) -> None:
     assert kinds.count("DequantizeLinear") == 4
     assert types(file) == {"up.weight_qdata": "INT8", "down.weight_qdata": "INT8"}
     assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 40
-
-
-@pytest.mark.parametrize("group", slow_but(["integer"], ["integer", "qdq"]))
-def test_dynamic_asymmetric_activations(group: str, tmp_path: Path) -> None:
-    model = made(Mlp)
-    quantize_(model, qtorch.int8_dynamic_activation_int4_weight())
-    x = torch.randn(3, 64)
-    file = exported(model, [x], tmp_path / "model.onnx", activations=group)
-    assert set(types(file).values()) == {"INT4"}
-    assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 50
-
-
-def test_weights_are_stored_as_products_read_them(tmp_path: Path) -> None:
-    """(K, N), with the groups along K: what ONNX Runtime fuses into a product with 4-bit weights."""
+    # (K, N), with the groups along K: what ONNX Runtime fuses into a product with 4-bit weights.
     model = made(Mlp)
     quantize_(model, qtorch.int4_weight_only(group_size=32))
     file = exported(model, [torch.randn(2, 3, 64)], tmp_path / "model.onnx")
@@ -150,15 +134,21 @@ def test_weights_are_stored_as_products_read_them(tmp_path: Path) -> None:
     assert "MatMulNBits" in operators(onnx.load(tmp_path / "fused.onnx"))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "activations"),
-    [
-        pytest.param(qtorch.int8_weight_only(), "integer", marks=pytest.mark.slow),
-        pytest.param(qtorch.int8_dynamic_activation_int8_weight(), "integer", marks=pytest.mark.slow),
-        (qtorch.int8_static_activation_int8_weight(0.05), "qdq"),
-    ],
-    ids=["weight-only", "dynamic", "static"],
-)
+@pytest.mark.parametrize("group", slow_but(["integer"], ["integer", "qdq"]))
+def test_dynamic_asymmetric_activations(group: str, tmp_path: Path) -> None:
+    model = made(Mlp)
+    quantize_(model, qtorch.int8_dynamic_activation_int4_weight())
+    x = torch.randn(3, 64)
+    file = exported(model, [x], tmp_path / "model.onnx", activations=group)
+    assert set(types(file).values()) == {"INT4"}
+    assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 50
+
+
+@pytest.mark.parametrize(("recipe", "activations"), [
+    pytest.param(qtorch.int8_weight_only(), "integer", marks=pytest.mark.slow),
+    pytest.param(qtorch.int8_dynamic_activation_int8_weight(), "integer", marks=pytest.mark.slow),
+    (qtorch.int8_static_activation_int8_weight(0.05), "qdq"),
+], ids=["weight-only", "dynamic", "static"])  # fmt: skip
 def test_convnet(recipe: Any, activations: str, tmp_path: Path) -> None:
     model = made(Convnet)
     quantize_(model, dict.fromkeys(["stem", "grouped", "line", "head"], recipe))
@@ -204,7 +194,7 @@ def test_torch_onnx_export_takes_the_translations(tmp_path: Path) -> None:
     assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 105
 
 
-def test_codes_of_all_values_survive(tmp_path: Path) -> None:
+def test_codes_of_all_values_survive_and_errors(tmp_path: Path) -> None:
     """Every code of int4, the negative ones too."""
     layer = nn.Linear(32, 4, bias=False)
     layer.weight.data = torch.arange(-64, 64).reshape(4, 32).float() / 8
@@ -214,15 +204,10 @@ def test_codes_of_all_values_survive(tmp_path: Path) -> None:
     y = run(tmp_path / "model.onnx", torch.eye(32))
     assert torch.equal(y, model[0].weight.dequantize().t())
     assert np.unique(model[0].weight.plain()[0].numpy()).size == 15
-
-
-def test_errors(tmp_path: Path) -> None:
     model = made(Mlp)
     quantize_(model, {"up": qtorch.mxfp4_dynamic_activation_mxfp4_weight()})
     with pytest.raises(ValueError, match=r"up\.weight quantizes its input to float4_e2m1"):
-        qtorch.export.onnx(model, (torch.randn(2, 64),), tmp_path / "model.onnx")
-    with pytest.raises(ValueError, match="opset_version is 18"):
-        qtorch.export.onnx(model, (torch.randn(2, 64),), opset_version=18)
-    with pytest.raises(ValueError, match="call quantize_ first"):
-        qtorch.export.onnx(made(Mlp), (torch.randn(2, 64),))
-    assert not list(tmp_path.iterdir())
+        qtorch.export.onnx(model, (torch.randn(2, 64),), tmp_path / "refused.onnx")
+    refuses("opset_version is 18", lambda: qtorch.export.onnx(model, (torch.randn(2, 64),), opset_version=18))
+    refuses("call quantize_ first", lambda: qtorch.export.onnx(made(Mlp), (torch.randn(2, 64),)))
+    assert not list(tmp_path.glob("refused*"))

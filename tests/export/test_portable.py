@@ -14,8 +14,8 @@ from qtorch import MappingType, quantize_
 from qtorch.integrations.export import portable
 from qtorch.primitives import compute_error
 from tests import every_recipe, fast_part
-
-from .models import Convnet, Llama, Mlp, made
+from tests.export.models import Convnet, Llama, Mlp, made
+from tests.refusals import refuses
 
 # Sums of integers, then the same elementwise operations in fp32.
 EXACT = {
@@ -80,7 +80,7 @@ def test_every_batch_size(activations: str) -> None:
         assert compute_error(model(x), program.module()(x)) > 50
 
 
-def test_weights_are_read_by_the_operator_that_backends_know() -> None:
+def test_weights_and_errors_of_the_ordinary_export() -> None:
     """Nothing stands between the codes and the operator, nor between that and the product."""
     model = made(Mlp)
     quantize_(model, {"up": qtorch.int8_weight_only(), "down": qtorch.int4_weight_only(group_size=32)})
@@ -96,9 +96,23 @@ def test_weights_are_read_by_the_operator_that_backends_know() -> None:
         "up.weight_qdata": torch.int8,
         "down.weight_qdata": torch.uint8,
     }
+    model = made(Mlp)
+    refuses("no weight of this Mlp is quantized; call quantize_ first", lambda: portable(model))
+    with pytest.raises(TypeError, match="portable"):
+        portable(torch.randn(2))  # type: ignore[type-var]
+    quantize_(model, qtorch.int8_weight_only())
+    refuses("activations is 'integer' or 'qdq', got 'int8'", lambda: portable(model, "int8"))
+    quantize_(trained := made(Mlp), qtorch.training.int8_mixed_precision_training())
+    refuses(r"up.weight is in training; call quantize_\(model, convert\(\)\) first", lambda: portable(trained))
+    model = made(Mlp)
+    quantize_(model, qtorch.int8_weight_only())
+    x = torch.randn(2, 64)
+    program = torch.export.export(model, (x,))
+    assert "qtorch" in namespaces(program)
+    assert torch.equal(program.module()(x), model(x))
 
 
-def test_static_activations_have_numbers_as_scales() -> None:
+def test_activations_bare_parameters_and_what_is_shared() -> None:
     model = made(Mlp)
     quantize_(model, qtorch.int8_static_activation_int8_weight(0.03))
     program = torch.export.export(portable(model, "qdq"), (torch.randn(2, 64),))
@@ -110,9 +124,6 @@ def test_static_activations_have_numbers_as_scales() -> None:
     ]
     first = next(node for node in program.graph.nodes if "quantize_per_tensor" in node.name)
     assert first.args[1:5] == (pytest.approx(0.03), 0, -127, 127)
-
-
-def test_asymmetric_dynamic_activations_are_those_of_xnnpack() -> None:
     model = made(Mlp)
     quantize_(model, qtorch.int8_dynamic_activation_int4_weight())
     program = torch.export.export(portable(model, "qdq"), (torch.randn(2, 64),))
@@ -123,19 +134,31 @@ def test_asymmetric_dynamic_activations_are_those_of_xnnpack() -> None:
     groups = [node for node in program.graph.nodes if "dequantize_per_channel_group" in node.name]
     assert [(node.args[3], node.args[4], node.args[6]) for node in groups] == [(-8, 7, 32)] * 2
     assert all(node.args[2] is not None for node in groups)
+    model = made(Experts)
+    names = ["experts", "conv1d", "attention.in_proj_weight", "attention.out_proj"]
+    quantize_(model, dict.fromkeys(names, qtorch.int8_weight_only()))
+    x = torch.randn(2, 5, 64)
+    program = torch.export.export(portable(model), (x,))
+    assert namespaces(program) <= NAMESPACES
+    assert compute_error(model(x), program.module()(x)) > 100
+    model = made(Mlp)
+    quantize_(model, {"up": qtorch.int8_weight_only()})
+    weight = model.up.weight
+    ready = portable(model)
+    assert model.up.weight is weight
+    assert type(model.up) is nn.Linear
+    assert isinstance(ready.up, nn.Linear)
+    assert ready.down.weight is model.down.weight
+    assert set(dict(ready.named_buffers())) == {"up.weight_qdata", "up.weight_scale"}
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        qtorch.int8_weight_only(),
-        qtorch.float8_weight_only(),
-        qtorch.int4_weight_only(group_size=16),
-        qtorch.int8_dynamic_activation_int8_weight(),
-        qtorch.int8_static_activation_int8_weight(0.05),
-    ],
-    ids=lambda recipe: recipe.name,
-)
+@pytest.mark.parametrize("recipe", [
+    qtorch.int8_weight_only(),
+    qtorch.float8_weight_only(),
+    qtorch.int4_weight_only(group_size=16),
+    qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_static_activation_int8_weight(0.05),
+], ids=lambda recipe: recipe.name)  # fmt: skip
 @pytest.mark.parametrize("activations", ["integer", "qdq"])
 def test_convolutions(recipe: qtorch.recipes.base.Recipe, activations: str) -> None:
     model = made(Convnet)
@@ -153,17 +176,13 @@ def test_convolutions(recipe: qtorch.recipes.base.Recipe, activations: str) -> N
                 assert "dequantize_per_channel" in node.args[1].name
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        qtorch.int8_weight_only(),
-        qtorch.int4_weight_only(group_size=32),
-        qtorch.nf4_weight_only(),
-        qtorch.mxfp4_weight_only(),
-        qtorch.nvfp4_weight_only(),
-    ],
-    ids=lambda recipe: recipe.name,
-)
+@pytest.mark.parametrize("recipe", [
+    qtorch.int8_weight_only(),
+    qtorch.int4_weight_only(group_size=32),
+    qtorch.nf4_weight_only(),
+    qtorch.mxfp4_weight_only(),
+    qtorch.nvfp4_weight_only(),
+], ids=lambda recipe: recipe.name)  # fmt: skip
 def test_tied_embeddings(recipe: qtorch.recipes.base.Recipe) -> None:
     model = made(Llama)
     quantize_(model, {"embed|head": recipe, r".*": qtorch.int8_weight_only()})
@@ -189,28 +208,6 @@ class Experts(nn.Module):
         return self.attention(y, y, y, need_weights=False)[0]
 
 
-def test_bare_parameters_and_attention() -> None:
-    model = made(Experts)
-    names = ["experts", "conv1d", "attention.in_proj_weight", "attention.out_proj"]
-    quantize_(model, dict.fromkeys(names, qtorch.int8_weight_only()))
-    x = torch.randn(2, 5, 64)
-    program = torch.export.export(portable(model), (x,))
-    assert namespaces(program) <= NAMESPACES
-    assert compute_error(model(x), program.module()(x)) > 100
-
-
-def test_the_model_is_not_changed_and_floats_are_shared() -> None:
-    model = made(Mlp)
-    quantize_(model, {"up": qtorch.int8_weight_only()})
-    weight = model.up.weight
-    ready = portable(model)
-    assert model.up.weight is weight
-    assert type(model.up) is nn.Linear
-    assert isinstance(ready.up, nn.Linear)
-    assert ready.down.weight is model.down.weight
-    assert set(dict(ready.named_buffers())) == {"up.weight_qdata", "up.weight_scale"}
-
-
 @pytest.mark.slow
 def test_a_saved_program_runs_without_qtorch(tmp_path: Path) -> None:
     model = made(Mlp)
@@ -228,26 +225,3 @@ torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_errors() -> None:
-    model = made(Mlp)
-    with pytest.raises(ValueError, match="no weight of this Mlp is quantized; call quantize_ first"):
-        portable(model)
-    with pytest.raises(TypeError, match="portable"):
-        portable(torch.randn(2))  # type: ignore[type-var]
-    quantize_(model, qtorch.int8_weight_only())
-    with pytest.raises(ValueError, match="activations is 'integer' or 'qdq', got 'int8'"):
-        portable(model, "int8")
-    quantize_(trained := made(Mlp), qtorch.training.int8_mixed_precision_training())
-    with pytest.raises(ValueError, match=r"up.weight is in training; call quantize_\(model, convert\(\)\) first"):
-        portable(trained)
-
-
-def test_the_ordinary_export_is_as_before() -> None:
-    model = made(Mlp)
-    quantize_(model, qtorch.int8_weight_only())
-    x = torch.randn(2, 64)
-    program = torch.export.export(model, (x,))
-    assert "qtorch" in namespaces(program)
-    assert torch.equal(program.module()(x), model(x))

@@ -63,8 +63,7 @@ def test_a_quantized_layer_runs_it(ebits: int, mbits: int, dtype: torch.dtype, t
     low, high = FORMATS[ebits, mbits]
     assert low < qtorch.compute_error(in_float(x), y) < high
     (explained,) = qtorch.explain(quantized, x)
-    assert explained.kernel == "my_float5_linear"
-    assert explained.note == "decodes 5-bit floats in registers"
+    assert (explained.kernel, explained.note) == ("my_float5_linear", "decodes 5-bit floats in registers")
     assert dict(explained.rejected)["packed_weight_mm"] == "comes after it"
     assert explained.problem.device == DEVICE
     with record_kernels() as ran:

@@ -106,8 +106,7 @@ def check(folder: Path, wanted: Tensor, kernel: str, bits: float) -> QuantizedTe
 
     with open_source(folder) as source:
         contents = source.contents("layer.weight")
-        assert contents.scheme == weight.scheme
-        assert (contents.shape, contents.dtype) == (shape, wanted.dtype)
+        assert (contents.scheme, contents.shape, contents.dtype) == (weight.scheme, shape, wanted.dtype)
         assert source.names == {"layer.weight", "norm.weight", "norm.bias"}
     # It stays packed, and codes are not all equal.
     assert sum(tensor.nbytes for tensor in weight.inner_tensors.values()) * 8 <= bits * wanted.numel()

@@ -45,22 +45,35 @@ def test_blocks_of_deepseek(shape: tuple[int, int], kept: tuple[int, int], tmp_p
     assert weight.scheme.weight.block_size(shape) == kept
 
 
-def test_the_block_size_is_128_by_default(tmp_path: Path) -> None:
+def test_sizes_of_blocks_and_powers_of_two(tmp_path: Path) -> None:
     codes, scale = e4m3(256, 128), torch.rand(2, 1) + 0.1
     tensors = {"layer.weight": codes, "layer.weight_scale_inv": scale, **plain_tensors(128, torch.bfloat16)}
     folder = write(tmp_path / "model", tensors, 1, quantized_config("fp8", "bfloat16"))
     wanted = by_blocks(codes, scale, (128, 128), torch.bfloat16)
     assert torch.equal(load(folder, (256, 128)).dequantize(), wanted)
-
-
-def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
-    """DeepSeek-V3.1's scale_fmt "ue8m0"."""
+    tensors = {"layer.weight": e4m3(32, 64), "layer.weight_scale_inv": torch.ones(2, 1)}
+    folder = write(tmp_path / "model", tensors, 1, quantized_config("fp8", weight_block_size=[16, 32]))
+    refused(folder, (32, 64), r"layer.weight_scale_inv has shape \(2, 1\).*its format says \(2, 2\)")
+    # DeepSeek-V3.1's scale_fmt "ue8m0".
     codes = e4m3(32, 64)
     scale = (2.0 ** torch.randint(-6, 6, (2, 2))).to(torch.float8_e8m0fnu)
     tensors = {"layer.weight": codes, "layer.weight_scale_inv": scale, **plain_tensors(64, torch.bfloat16)}
     config = quantized_config("fp8", "bfloat16", weight_block_size=[16, 32])
     wanted = by_blocks(codes, scale, (16, 32), torch.bfloat16)
     check(write(tmp_path / "model", tensors, 1, config), wanted, "weight_only_mm", 8.1)
+
+
+def test_scales_of_zero(tmp_path: Path) -> None:
+    """Scales are positive here, but reals are zero all the same."""
+    tensors = nvfp4()
+    tensors["layer.weight_scale"][3, 1] = 0
+    folder = modelopt(tmp_path, tensors)
+    weight = load(folder, (32, 64)).dequantize()
+    assert torch.equal(weight, by_nvfp4(tensors))
+    assert not weight[3, 16:32].any()
+    tensors = {**nvfp4(), "layer.pre_quant_scale": torch.ones(64)}
+    folder = modelopt(tmp_path, tensors)
+    refused(folder, (32, 64), r"layer.pre_quant_scale multiplies the input of layer.weight")
 
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "modelopt"])
@@ -126,16 +139,6 @@ def test_nvfp4_of_modelopt(beside: bool, tmp_path: Path) -> None:
     check(folder, by_nvfp4(tensors), "packed_weight_mm", 4.6)
 
 
-def test_nvfp4_with_scales_of_zero(tmp_path: Path) -> None:
-    """Scales are positive here, but reals are zero all the same."""
-    tensors = nvfp4()
-    tensors["layer.weight_scale"][3, 1] = 0
-    folder = modelopt(tmp_path, tensors)
-    weight = load(folder, (32, 64)).dequantize()
-    assert torch.equal(weight, by_nvfp4(tensors))
-    assert not weight[3, 16:32].any()
-
-
 DAMAGE = {
     "negative": (("weight_scale", lambda t: (-t.float()).to(t.dtype)), "one of its scales is negative or NaN"),
     "NaN": (("weight_scale", lambda t: torch.full_like(t, 0x7F, dtype=torch.uint8).view(t.dtype)), "negative or NaN"),
@@ -162,20 +165,8 @@ def test_other_algorithms_are_refused_by_name(algorithm: str, tmp_path: Path) ->
     refused(folder, (32, 64), f"model: quant_algo is '{algorithm}', which is not read; known: NVFP4")
 
 
-def test_scaled_inputs_are_refused_by_name(tmp_path: Path) -> None:
-    tensors = {**nvfp4(), "layer.pre_quant_scale": torch.ones(64)}
-    folder = modelopt(tmp_path, tensors)
-    refused(folder, (32, 64), r"layer.pre_quant_scale multiplies the input of layer.weight")
-
-
 @pytest.mark.parametrize("block", [[128], "128", [0, 128], [128, 128.0]])
 def test_damaged_block_sizes_are_named(block: object, tmp_path: Path) -> None:
     tensors = {"layer.weight": e4m3(32, 64), "layer.weight_scale_inv": torch.ones(1, 1)}
     folder = write(tmp_path / "model", tensors, 1, quantized_config("fp8", weight_block_size=block))
     refused(folder, (32, 64), "model: weight_block_size is")
-
-
-def test_scales_of_other_blocks_are_named(tmp_path: Path) -> None:
-    tensors = {"layer.weight": e4m3(32, 64), "layer.weight_scale_inv": torch.ones(2, 1)}
-    folder = write(tmp_path / "model", tensors, 1, quantized_config("fp8", weight_block_size=[16, 32]))
-    refused(folder, (32, 64), r"layer.weight_scale_inv has shape \(2, 1\).*its format says \(2, 2\)")

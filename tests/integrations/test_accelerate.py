@@ -21,7 +21,8 @@ from qtorch.integrations import accelerate as ours
 from tests.every_recipe import FAMILIES, NAMES, make
 from tests.fast_part import slow_but
 from tests.quantize_model import assert_same
-from tests.test_all_or_nothing import TRAINING
+from tests.refusals import refuses
+from tests.test_install import TRAINING
 
 RECIPES = {
     "int8": qtorch.int8_weight_only(),
@@ -92,8 +93,7 @@ def test_cpu_offload(recipe: str, tmp_path: Path) -> None:
     for _ in range(2):
         assert torch.equal(output(model), y)
     assert model.block[0].weight.is_meta
-    with pytest.raises(ValueError, match="meta device"):
-        ours.disk_offload(model, tmp_path)
+    refuses("meta device", lambda: ours.disk_offload(model, tmp_path))
     remove_hook_from_submodules(model)
     assert torch.equal(output(model), y)
     # accelerate gives tied weights back one by one, float ones too.
@@ -120,7 +120,7 @@ def test_disk_offload(recipe: str, buffers: bool, tmp_path: Path) -> None:
 
 
 @KINDS
-def test_dispatch_model(recipe: str, tmp_path: Path) -> None:
+def test_models_and_tensors_are_dispatched(recipe: str, tmp_path: Path) -> None:
     """Hooks on the CPU, as for devices."""
     model, y = quantized(recipe)
     dispatch_model(model, dict.fromkeys(["embedding", "block", "conv", "norm", "head"], "cpu"), force_hooks=True)
@@ -134,18 +134,13 @@ def test_dispatch_model(recipe: str, tmp_path: Path) -> None:
     assert not model.embedding.weight.is_meta
     for _ in range(2):
         assert torch.equal(output(model), y)
-
-
-@KINDS
-def test_set_module_tensor_to_device(recipe: str) -> None:
     model, y = quantized(recipe)
     for name, weight in weights(model).items():
         set_module_tensor_to_device(model, name, "meta")
         moved = model.get_submodule(name.rpartition(".")[0]).weight
         assert type(moved) is type(weight)
         assert moved.is_meta
-        with pytest.raises(ValueError, match="we need a `value`"):
-            set_module_tensor_to_device(model, name, "cpu")
+        refuses("we need a `value`", lambda name=name: set_module_tensor_to_device(model, name, "cpu"))
         set_module_tensor_to_device(model, name, "cpu", value=weight)
         back = model.get_submodule(name.rpartition(".")[0]).weight
         assert back.scheme == weight.scheme
@@ -153,15 +148,14 @@ def test_set_module_tensor_to_device(recipe: str) -> None:
     assert torch.equal(output(model), y)
 
 
-def test_set_module_tensor_to_device_changes_the_logical_dtype() -> None:
+def test_set_module_tensor_and_weights_on_disk(tmp_path: Path) -> None:
     model, _ = quantized("int4")
     weight = model.block[0].weight
     set_module_tensor_to_device(model, "block.0.weight", "cpu", value=weight, dtype=torch.bfloat16)
     assert model.block[0].weight.dtype == torch.bfloat16
     assert torch.equal(model.block[0].weight.dequantize(torch.float32), weight.dequantize(torch.float32))
-
-
-def test_weights_on_disk_are_a_mapping(tmp_path: Path) -> None:
+    saved_and_loaded(Tied(0), lambda: Tied(1), tmp_path)
+    assert torch.equal(load_file(tmp_path / "1GB" / "model.safetensors")["first.weight"], Tied(0).first.weight)
     model, _ = quantized("int4")
     path = tmp_path / "model.safetensors"
     qtorch.save_quantized(model, path)
@@ -175,14 +169,22 @@ def test_weights_on_disk_are_a_mapping(tmp_path: Path) -> None:
     on_disk.close()
 
 
-def test_accelerate_s_own_files_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_refused(tmp_path: Path) -> None:
     model, _ = quantized("int8")
     with pytest.raises(TypeError, match=r"qtorch\.integrations\.accelerate\.disk_offload"):
         accelerate.disk_offload(model, tmp_path)
-    with pytest.raises(ValueError, match="offload_dir="):
-        ours.dispatch_model(model, {"": "disk"})
+    refuses("offload_dir=", lambda: ours.dispatch_model(model, {"": "disk"}))
     # It counts elements times the logical dtype, so its maps are on the safe side.
     assert compute_module_sizes(model)["block.0.weight"] >= model.block[0].weight.nbytes
+    model, other = Tied(0), Tied(1)
+    qtorch.quantize_(model, qtorch.int8_weight_only())
+    qtorch.quantize_(other, qtorch.int4_weight_only(group_size=32))
+    accelerator_of(model)[0].save_state(str(tmp_path))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items() if "first.weight" in name}
+    with pytest.raises(RuntimeError, match=r"first\.weight.*would change its numbers"):
+        accelerator_of(other)[0].load_state(str(tmp_path))
+    assert torch.equal(before["first.weight"], other.first.weight)
+    refuses("first", lambda: accelerator_of(Tied(2))[0].load_state(str(tmp_path)), RuntimeError)
 
 
 class Tied(nn.Module):
@@ -276,21 +278,3 @@ def test_safetensors_of_a_run(recipe: Any, tmp_path: Path) -> None:
     step(model, optimizer, 4)
     step(copy, of_copy, 4)
     assert_same(copy, model)
-
-
-def test_a_file_of_another_recipe_is_refused(tmp_path: Path) -> None:
-    model, other = Tied(0), Tied(1)
-    qtorch.quantize_(model, qtorch.int8_weight_only())
-    qtorch.quantize_(other, qtorch.int4_weight_only(group_size=32))
-    accelerator_of(model)[0].save_state(str(tmp_path))
-    before = {name: tensor.clone() for name, tensor in other.state_dict().items() if "first.weight" in name}
-    with pytest.raises(RuntimeError, match=r"first\.weight.*would change its numbers"):
-        accelerator_of(other)[0].load_state(str(tmp_path))
-    assert torch.equal(before["first.weight"], other.first.weight)
-    with pytest.raises(RuntimeError, match="first"):
-        accelerator_of(Tied(2))[0].load_state(str(tmp_path))
-
-
-def test_float_models_pass_through(tmp_path: Path) -> None:
-    saved_and_loaded(Tied(0), lambda: Tied(1), tmp_path)
-    assert torch.equal(load_file(tmp_path / "1GB" / "model.safetensors")["first.weight"], Tied(0).first.weight)

@@ -43,7 +43,6 @@ def test_the_dtype_of_products_and_the_move_to_a_device() -> None:
 
 @pytest.mark.parametrize("name", bnb.optim.__all__)
 def test_optimizers_train(name: str) -> None:
-    torch.manual_seed(0)
     layer, x = nn.Linear(64, 128), torch.randn(8, 64)
     optimizer = getattr(bnb.optim, name)(layer.parameters(), 1e-2, optim_bits=32, min_8bit_size=4096)
     losses = []
@@ -56,16 +55,13 @@ def test_optimizers_train(name: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: bnb.nn.Linear4bit(64, 64), "Linear4bit: quant_type='fp4' has no equivalent"),
-        (lambda: bnb.nn.Linear8bitLt(64, 64), "has_fp16_weights=False"),
-        (lambda: bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0), "threshold=6.0"),
-        (lambda: bnb.nn.Params4bit(torch.ones(2, 64), requires_grad=True), "frozen weight"),
-        (lambda: bnb.optim.AdamW8bit([nn.Parameter(torch.ones(2))], percentile_clipping=5), "percentile_clipping"),
-    ],
-)
+@pytest.mark.parametrize("call, message", [
+    (lambda: bnb.nn.Linear4bit(64, 64), "Linear4bit: quant_type='fp4' has no equivalent"),
+    (lambda: bnb.nn.Linear8bitLt(64, 64), "has_fp16_weights=False"),
+    (lambda: bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0), "threshold=6.0"),
+    (lambda: bnb.nn.Params4bit(torch.ones(2, 64), requires_grad=True), "frozen weight"),
+    (lambda: bnb.optim.AdamW8bit([nn.Parameter(torch.ones(2))], percentile_clipping=5), "percentile_clipping"),
+])  # fmt: skip
 def test_refused_arguments(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -19,6 +19,7 @@ pytest.importorskip("accelerate")
 
 from qtorch.integrations.diffusers import QtorchConfig, attach
 from tests.quantize_model import assert_same
+from tests.refusals import refuses
 
 ALL = {
     r".*\.conv\d?": qtorch.int8_weight_only(),
@@ -82,10 +83,22 @@ def check_same(first: Any, second: Any) -> None:
     assert torch.equal(run(first), run(second))
 
 
-def test_the_size_of_a_model_is_that_of_its_codes() -> None:
+def test_the_size_of_a_model_and_of_its_files(tmp_path: Path) -> None:
     model = unet()
     quantize_(model, ALL)
     assert model.get_memory_footprint() == qtorch.get_model_size_in_bytes(model)
+    transformer().save_pretrained(tmp_path / "transformer")
+    config = QtorchConfig(qtorch.int4_weight_only(group_size=16))
+    kind = diffusers.DiTTransformer2DModel
+    kind.from_pretrained(tmp_path / "transformer", quantization_config=config).save_pretrained(tmp_path / "int4")
+    with safe_open(tmp_path / "int4" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
+        name = "transformer_blocks.0.attn1.to_q.weight"
+        assert file.get_tensor(f"{name}_packed").dtype == torch.int32
+        assert file.get_tensor(f"{name}_scale").shape == (32, 2)
+        assert name not in file.keys()  # noqa: SIM118 (not a mapping)
+    written = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
+    assert written["quant_method"] == "qtorch"
+    assert QtorchConfig(**written).recipe == config.recipe
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -107,7 +120,7 @@ def test_load_save_load(kind: str, tmp_path: Path) -> None:
         check_same(loaded, model)
 
 
-def test_a_mapping_reaches_convolutions(tmp_path: Path) -> None:
+def test_mappings_dtypes_and_skipped_modules(tmp_path: Path) -> None:
     unet().save_pretrained(tmp_path / "float")
     model = diffusers.UNet2DModel.from_pretrained(tmp_path / "float", quantization_config=QtorchConfig(ALL))
     weights = quantized(model)
@@ -120,24 +133,6 @@ def test_a_mapping_reaches_convolutions(tmp_path: Path) -> None:
     again = diffusers.UNet2DModel.from_pretrained(tmp_path / "quantized")
     check_same(again, model)
     assert again.hf_quantizer.quantization_config.recipe == ALL
-
-
-def test_files_hold_codes(tmp_path: Path) -> None:
-    transformer().save_pretrained(tmp_path / "float")
-    config = QtorchConfig(qtorch.int4_weight_only(group_size=16))
-    kind = diffusers.DiTTransformer2DModel
-    kind.from_pretrained(tmp_path / "float", quantization_config=config).save_pretrained(tmp_path / "int4")
-    with safe_open(tmp_path / "int4" / "diffusion_pytorch_model.safetensors", framework="pt") as file:
-        name = "transformer_blocks.0.attn1.to_q.weight"
-        assert file.get_tensor(f"{name}_packed").dtype == torch.int32
-        assert file.get_tensor(f"{name}_scale").shape == (32, 2)
-        assert name not in file.keys()  # noqa: SIM118 (not a mapping)
-    written = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]
-    assert written["quant_method"] == "qtorch"
-    assert QtorchConfig(**written).recipe == config.recipe
-
-
-def test_dtype_and_skipped_modules(tmp_path: Path) -> None:
     transformer().save_pretrained(tmp_path / "float")
     config = QtorchConfig(qtorch.int8_weight_only(), modules_to_not_convert=["proj_out"])
     kind = diffusers.DiTTransformer2DModel
@@ -173,16 +168,12 @@ def test_lora_on_a_quantized_model(tmp_path: Path) -> None:
     assert torch.equal(run(model), before)
 
 
-def test_a_model_of_quantize_saves_itself_once_attached(tmp_path: Path) -> None:
+def test_models_of_quantize_and_errors(tmp_path: Path) -> None:
     model = unet()
-    with pytest.raises(ValueError, match="no weight of this UNet2DModel is quantized"):
-        attach(model)
+    refuses("no weight of this UNet2DModel is quantized", lambda: attach(model))
     quantize_(model, qtorch.nf4_weight_only(group_size=32))
     attach(model).save_pretrained(tmp_path)
     check_same(diffusers.UNet2DModel.from_pretrained(tmp_path), model)
-
-
-def test_dequantize(tmp_path: Path) -> None:
     unet().save_pretrained(tmp_path)
     config = QtorchConfig(qtorch.int8_weight_only())
     model = diffusers.UNet2DModel.from_pretrained(tmp_path, quantization_config=config)
@@ -192,22 +183,15 @@ def test_dequantize(tmp_path: Path) -> None:
     assert compute_error(expected, run(model)) > 80
     model.save_pretrained(tmp_path / "float")
     assert not quantized(diffusers.UNet2DModel.from_pretrained(tmp_path / "float"))
-
-
-def test_errors(tmp_path: Path) -> None:
     unet().save_pretrained(tmp_path)
     load = diffusers.UNet2DModel.from_pretrained
-    with pytest.raises(TypeError, match="QtorchConfig takes a recipe"):
-        QtorchConfig("int8")
-    with pytest.raises(TypeError, match="takes a model of diffusers"):
-        attach(nn.Linear(2, 2))
+    refuses("QtorchConfig takes a recipe", lambda: QtorchConfig("int8"), TypeError)
+    refuses("takes a model of diffusers", lambda: attach(nn.Linear(2, 2)), TypeError)
     for recipe, words in [
         (None, "needs a recipe"),
         ({r".*to_q": qtorch.int4_weight_only(group_size=48)}, r"attentions.*block_size \(1, 48\) does not divide"),
         (qtorch.training.int8_mixed_precision_training(), "cannot be applied while loading"),
     ]:
-        with pytest.raises(ValueError, match=words):
-            load(tmp_path, quantization_config=QtorchConfig(recipe))
+        refuses(words, lambda recipe=recipe: load(tmp_path, quantization_config=QtorchConfig(recipe)))
     model = load(tmp_path, quantization_config=QtorchConfig(qtorch.int8_weight_only()))
-    with pytest.raises(ValueError, match="is saved as safetensors"):
-        model.save_pretrained(tmp_path / "bin", safe_serialization=False)
+    refuses("is saved as safetensors", lambda: model.save_pretrained(tmp_path / "bin", safe_serialization=False))

@@ -56,12 +56,13 @@ def run(environment: dict[str, str], *command: object, cwd: Path) -> str:
     return done.stdout
 
 
-def test_every_entry_point_is_there() -> None:
+def test_entry_points_are_there_and_load_a_folder(folder: Path, installed: dict[str, str], tmp_path: Path) -> None:
     assert GROUPS.keys() == {"torch.backends", "vllm.general_plugins", "sglang.srt.plugins"}
     for names in GROUPS.values():
         for at in names.values():
             module, _, function = at.partition(":")
             assert callable(getattr(import_module(module), function))
+    run(installed, "-c", LOAD, folder, tmp_path / "again", cwd=tmp_path)
 
 
 LOAD = """
@@ -75,10 +76,6 @@ again = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 tokens = torch.arange(6)[None]
 assert torch.equal(model(tokens).logits, again(tokens).logits)
 """
-
-
-def test_transformers_loads_a_folder(folder: Path, installed: dict[str, str], tmp_path: Path) -> None:
-    run(installed, "-c", LOAD, folder, tmp_path / "again", cwd=tmp_path)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from qtorch.training import convert
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_scheme_trains_for_its_recipe(name: str) -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)), torch.randn(4, 128)
     quantize_(model, qat_scheme(name.upper().replace("FP8", "float8")))
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

@@ -12,6 +12,7 @@ from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import PerRow, QuantSpec, compute_error, prune_blocks
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.kernels.quantized_weights import ASYMMETRIC_TOKEN, TOKEN
+from tests.refusals import refuses
 
 ACTIVATIONS = {"weight-only": None, "int8": TOKEN, "asymmetric": ASYMMETRIC_TOKEN}
 WEIGHTS = {
@@ -78,26 +79,17 @@ def test_rows_of_an_input_with_nan_are_nan_as_in_the_dense_product(build: str | 
 
 
 @NEEDS_LIBRARY
-def test_strides_and_no_rows() -> None:
+def test_strides_and_columns_outside() -> None:
     sparse, dense = pair(WEIGHTS["int8 row"], TOKEN, 32)
     for x in (torch.randn(320, 6).t(), torch.randn(4, 3, 640)[..., ::2], torch.randn(0, 320)):
         assert torch.equal(functional.linear(x, sparse), functional.linear(x, dense))
-
-
-@NEEDS_LIBRARY
-def test_columns_outside_of_the_input_are_refused() -> None:
-    """A damaged pickle must not read foreign memory."""
-    for wrong in (-1, 10, 2**30):
-        sparse, _ = pair(WEIGHTS["int8 row"], TOKEN, 32)
-        sparse = pickle.loads(pickle.dumps(sparse))
-        sparse.columns[1, 1] = wrong
-        with pytest.raises(ValueError, match="10 columns of blocks"):
-            functional.linear(torch.randn(2, 320), sparse)
-
-
-@NEEDS_LIBRARY
-def test_explain_says_what_runs() -> None:
     sparse, _ = pair(WEIGHTS["int8 row"], TOKEN, 32)
     assert "runs cpu_block_sparse_int8_mm" in str(explain(sparse, torch.randn(1, 320)))
     odd, _ = pair(WEIGHTS["int8 row"], None, 8)
     assert "runs block_sparse_weight_only_mm" in str(explain(odd, torch.randn(1, 320)))
+    # A damaged pickle must not read foreign memory.
+    for wrong in (-1, 10, 2**30):
+        sparse, _ = pair(WEIGHTS["int8 row"], TOKEN, 32)
+        sparse = pickle.loads(pickle.dumps(sparse))
+        sparse.columns[1, 1] = wrong
+        refuses("10 columns of blocks", lambda sparse=sparse: functional.linear(torch.randn(2, 320), sparse))

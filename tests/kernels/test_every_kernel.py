@@ -79,7 +79,7 @@ def test_one_graph_for_every_number_of_rows(name: str, torch_kernels: None) -> N
                 torch.testing.assert_close(compiled(x), run(x))
 
 
-def test_transposed() -> None:
+def test_transposed_and_slices() -> None:
     """What the gradient of the input, and experts stored (K, N), need; of codes packed along the other axis, too."""
     for dtype in (torch.float32, torch.bfloat16):
         grad = torch.randn(7, 64, dtype=dtype)
@@ -88,10 +88,7 @@ def test_transposed() -> None:
                 wanted = grad.float() @ weight.dequantize(torch.float32)
                 y = (grad @ weight).float()
                 assert compute_error(wanted, y) > LEAST[dtype] or not (wanted.any() or y.any()), name
-
-
-def test_slices_of_a_weight_larger_than_the_buffer() -> None:
-    """5 slices, the last one shorter, each with its own scales; of rows, and of columns."""
+    # 5 slices, the last one shorter, each with its own scales; of rows, and of columns.
     spec, values = LinearSpec(QuantSpec("uint4", PerGroup(32), ASYMMETRIC)), torch.randn(2100, 2048)
     x, grad = torch.randn(3, 2048), torch.randn(3, 2100)
     for name, weight in in_every_layout("uint4 group", spec, values=values):

@@ -52,16 +52,13 @@ def test_as_exact_as_fp32(rows, weight):
     assert 0 < error(y, x, weight) < left_over(x, weight) + gamma(8)
 
 
-def test_rows_of_zeros(weight):
+def test_rows_that_do_not_fit_and_where_it_is_faster(weight):
     x = torch.randn(3, 1024)
     x[1] = 0
     y, fixed = run(x, weight)
     assert fixed
     assert not y[1].any()
     assert y[0].any()
-
-
-def test_rows_that_do_not_fit(weight):
     x = torch.randn(3, 1024)
     x[1, 7] = 1e5
     y, fixed = run(x, weight)
@@ -69,6 +66,12 @@ def test_rows_that_do_not_fit(weight):
     dense = weight.dequantize()
     assert_same_product(y[::2], functional.linear(x[::2], dense), x[::2], dense)
     assert 0 < error(y, x, weight) < gamma(1024 + EXTRA)
+    assert not run(torch.randn(129, 1024), weight)[1]
+    small = AffineQuantizedTensor.from_float(torch.randn(64, 1024), weight.scheme.spec)
+    assert not run(torch.randn(1, 1024), small)[1]
+    layer = torch.nn.Linear(1024, 1024)
+    qtorch.quantize_(layer, qtorch.int8_weight_only())
+    assert weight_only_mm.fixed_point_mm(torch.randn(1, 1024).bfloat16(), layer.weight.qdata) is None
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -81,12 +84,3 @@ def test_rows_that_are_lost(value, weight):
     assert fixed
     assert torch.equal(y[::2], expected[::2])
     assert not torch.isfinite(y[1]).any()
-
-
-def test_only_where_it_is_faster(weight):
-    assert not run(torch.randn(129, 1024), weight)[1]
-    small = AffineQuantizedTensor.from_float(torch.randn(64, 1024), weight.scheme.spec)
-    assert not run(torch.randn(1, 1024), small)[1]
-    layer = torch.nn.Linear(1024, 1024)
-    qtorch.quantize_(layer, qtorch.int8_weight_only())
-    assert weight_only_mm.fixed_point_mm(torch.randn(1, 1024).bfloat16(), layer.weight.qdata) is None

@@ -61,7 +61,7 @@ def codes(store):
 
 
 @EVERY_SPEC
-def test_codes_are_those_of_the_primitives(spec):
+def test_codes_are_those_of_the_primitives_and_stay(spec):
     store, keys, values = filled(spec, 7, 1, 1, 30, 1)
     in_codes = (40 - spec.kept) // spec.step * spec.step
     assert (store.length, store.tokens) == (40, in_codes)
@@ -71,10 +71,6 @@ def test_codes_are_those_of_the_primitives(spec):
     for found, exact in zip(store.dequantize(), (keys, values), strict=True):
         assert torch.allclose(found[:, :, in_codes:], exact[:, :, in_codes:], rtol=0, atol=1e-6 * any(store.rotated))
         assert 0 < float((found - exact).abs().max()) < error_of(spec)
-
-
-@EVERY_SPEC
-def test_appending_changes_no_code(spec):
     store, _, _ = filled(spec, 40)
     for _ in range(30):
         before = codes(store)
@@ -83,7 +79,7 @@ def test_appending_changes_no_code(spec):
             assert torch.equal(old, new[:, :, : old.shape[2]])
 
 
-def test_memory_doubles():
+def test_memory_doubles_and_is_given_back():
     store, addresses = GrowingKV(KVCacheSpec()), []
     for _ in range(1000):
         store.append(*tokens(1, batch=1, heads=1))
@@ -91,9 +87,6 @@ def test_memory_doubles():
     assert len(set(addresses)) <= 5  # 64, 128, ... 1024
     assert store.keys[0].memory.shape[2] == 1024
     assert (store.nbytes, store.reserved_bytes) == (1000 * (20 + 17 + 2 * 4), 1024 * (20 + 17 + 2 * 4))
-
-
-def test_dropped_tokens_give_back_their_memory():
     store, keys = GrowingKV(KVCacheSpec()), []
     for _ in range(300):
         k, v = tokens(1, batch=1, heads=1)
@@ -111,7 +104,7 @@ def test_dropped_tokens_give_back_their_memory():
     refuses("each with scales of its own", lambda: filled(KVCacheSpec(recent=2), 20)[0].drop(1))
 
 
-def test_bytes():
+def test_bytes_half_precision_and_reset():
     """Of keys and values with 128 channels: a scale of 4 bytes for 128 codes of their size, with zero points."""
     for spec, each in (
         (KVCacheSpec("int8"), 2 * 132),
@@ -125,9 +118,31 @@ def test_bytes():
         store = GrowingKV(replace(spec, keys="token", recent=0))
         store.append(torch.randn(1, 2, 50, 128), torch.randn(1, 2, 50, 128))
         assert store.nbytes == 2 * 50 * each
+    for dtype in (torch.bfloat16, torch.float16):
+        for spec in SPECS:
+            store = GrowingKV(spec)
+            store.append(*(x.to(dtype) for x in tokens(20)))
+            keys, values = store.dequantize()
+            assert keys.dtype == values.dtype == dtype
+            query = torch.randn(2, 3, 1, 20, dtype=dtype)
+            wanted = F.scaled_dot_product_attention(
+                query.float(), *(x.float() for x in store.dequantize(torch.float32))
+            )
+            assert torch.allclose(store.attend(query).float(), wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * 4)
+    store, _, _ = filled(SPECS[0], 20)
+    store.reset()
+    assert store.length == 0
+    refuses("no tokens yet", lambda: store.attend(torch.randn(2, 3, 1, 20)))
+    store.append(*tokens(4, width=32))
+    assert store.shape == (2, 3, 4)
+    store, _, _ = filled(SPECS[0], 20)
+    query = torch.randn(2, 3, 1, 20, requires_grad=True)
+    refuses("has no gradient", lambda: store.attend(query).sum().backward(), RuntimeError)
+    with torch.no_grad():
+        assert not store.attend(query).requires_grad
 
 
-def test_rotation_is_exact_and_spreads_outliers():
+def test_rotations_and_errors():
     """Products stay, and a large channel no longer costs the others their bits."""
     for width in (1, 20, 80, 96, 128):
         x, y = torch.randn(2, 3, 5, width, dtype=torch.float32).unbind(0)
@@ -144,10 +159,28 @@ def test_rotation_is_exact_and_spreads_outliers():
         store.append(keys, values)
         error[on] = float((store.attend(query) - exact).norm() / exact.norm())
     assert 1e-4 < error[True] < error[False] / 2
+    store, _, _ = filled(SPECS[0], 20)
+    for k, v in ((*tokens(1, heads=2),), tokens(1, width=24), (tokens(1)[0].double(), tokens(1)[1].double())):
+        with pytest.raises(ValueError, match=r"the cache holds \(2, 3, tokens, \(20, 17\)\)"):
+            store.append(k, v)
+    assert store.length == 20
+    refuses("the cache has 20 tokens, got 21", lambda: store.crop(21))
+    for wrong, message in (
+        ({"dtype": "int5"}, "dtype is one of int8, int4, int3, int2, float8_e4m3fn"),
+        ({"value_dtype": "int5"}, "value_dtype is one of"),
+        ({"keys": "head"}, '"token" or "channel"'),
+        ({"block": 0}, "block is positive"),
+        ({"recent": -1}, "recent not negative"),
+        ({"scale_dtype": torch.int8}, "scale_dtype is fp32, bf16 or fp16"),
+    ):
+        refuses(message, lambda wrong=wrong: KVCacheSpec(**wrong))
+    for spec in (KVCacheSpec(keys="channel"), KVCacheSpec(recent=1)):
+        refuses("a static cache quantizes each token when it comes", lambda spec=spec: StaticKV(spec, 10))
+    refuses("max_length is positive", lambda: StaticKV(KVCacheSpec(), 0))
 
 
 @pytest.mark.parametrize("dtype", TOKENS)
-def test_what_is_left_open_depends_on_the_store(dtype):
+def test_static_stores_and_what_is_left_open(dtype):
     """Few bits: keys by channel and recent tokens where the store grows, rotated keys where each token comes alone."""
     few, spec = TOKENS[dtype].dtype.bits <= 4, KVCacheSpec(dtype, block=16)
     growing, static = GrowingKV(spec).spec, StaticKV(spec, 8).spec
@@ -155,6 +188,21 @@ def test_what_is_left_open_depends_on_the_store(dtype):
     assert (static.keys, static.kept, static.rotate_keys) == ("token", 0, few)
     assert spec.settled().settled() == spec.settled()
     assert KVCacheSpec(value_dtype=dtype).settled().kept == (32 if few else 0)
+    spec = KVCacheSpec(dtype)
+    growing, static = GrowingKV(spec.settled(growing=False)), StaticKV(spec, 40)
+    query = torch.randn(2, 6, 1, 20)
+    for _ in range(2):
+        for count in (7, 1, 1, 20):
+            k, v = tokens(count)
+            growing.append(k, v)
+            static.append(k, v)
+            assert torch.equal(growing.attend(query), static.attend(query))
+        address = static.keys[0].data_ptr()
+        refuses("a static cache of 40 tokens has 29, got 12 more", lambda: static.append(*tokens(12)))
+        static.reset()
+        growing.reset()
+        assert int(static.length) == 0
+        assert static.keys[0].data_ptr() == address
 
 
 @EVERY_SPEC
@@ -172,7 +220,7 @@ def test_attention_is_that_of_the_dequantized_tokens(spec):
 
 
 @EVERY_SPEC
-def test_operations_on_the_batch(spec):
+def test_operations_on_the_batch_and_copies(spec):
     for change, expected in (
         (lambda store: store.reorder(torch.tensor([1, 1, 0])), lambda x: x[[1, 1, 0]]),
         (lambda store: store.repeat_interleave(2), lambda x: x.repeat_interleave(2, 0)),
@@ -184,6 +232,14 @@ def test_operations_on_the_batch(spec):
         assert all(torch.equal(a, b) for a, b in zip(store.dequantize(), wanted, strict=True))
         store.append(*tokens(2, batch=wanted[0].shape[0]))
         assert (store.length, store.shape) == (24, (wanted[0].shape[0], 3, 24))
+    store, _, _ = filled(spec, 20, 3)
+    for copied in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        before = store.dequantize()
+        assert all(torch.equal(a, b) for a, b in zip(copied.dequantize(), before, strict=True))
+        copied.append(*tokens(4))
+        assert copied.length == 27
+        assert store.length == 23
+        assert all(torch.equal(a, b) for a, b in zip(store.dequantize(), before, strict=True))
 
 
 @EVERY_SPEC
@@ -205,18 +261,6 @@ def test_crop(spec, length):
 
 
 @EVERY_SPEC
-def test_copies_are_independent(spec):
-    store, _, _ = filled(spec, 20, 3)
-    for copied in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
-        before = store.dequantize()
-        assert all(torch.equal(a, b) for a, b in zip(copied.dequantize(), before, strict=True))
-        copied.append(*tokens(4))
-        assert copied.length == 27
-        assert store.length == 23
-        assert all(torch.equal(a, b) for a, b in zip(store.dequantize(), before, strict=True))
-
-
-@EVERY_SPEC
 def test_nan_stays_in_its_token_and_head(spec):
     store = GrowingKV(spec)
     keys, values = tokens(24)
@@ -235,96 +279,16 @@ def test_nan_stays_in_its_token_and_head(spec):
     assert result[~rows].isfinite().all()
 
 
-def test_reset_forgets():
-    store, _, _ = filled(SPECS[0], 20)
-    store.reset()
-    assert store.length == 0
-    refuses("no tokens yet", lambda: store.attend(torch.randn(2, 3, 1, 20)))
-    store.append(*tokens(4, width=32))
-    assert store.shape == (2, 3, 4)
-
-
-@pytest.mark.parametrize("dtype", TOKENS)
-def test_static_is_the_same(dtype):
-    spec = KVCacheSpec(dtype)
-    growing, static = GrowingKV(spec.settled(growing=False)), StaticKV(spec, 40)
-    query = torch.randn(2, 6, 1, 20)
-    for _ in range(2):
-        for count in (7, 1, 1, 20):
-            k, v = tokens(count)
-            growing.append(k, v)
-            static.append(k, v)
-            assert torch.equal(growing.attend(query), static.attend(query))
-        address = static.keys[0].data_ptr()
-        with pytest.raises(ValueError, match="a static cache of 40 tokens has 29, got 12 more"):
-            static.append(*tokens(12))
-        static.reset()
-        growing.reset()
-        assert int(static.length) == 0
-        assert static.keys[0].data_ptr() == address
-
-
-def test_half_precision():
-    for dtype in (torch.bfloat16, torch.float16):
-        for spec in SPECS:
-            store = GrowingKV(spec)
-            store.append(*(x.to(dtype) for x in tokens(20)))
-            keys, values = store.dequantize()
-            assert keys.dtype == values.dtype == dtype
-            query = torch.randn(2, 3, 1, 20, dtype=dtype)
-            wanted = F.scaled_dot_product_attention(
-                query.float(), *(x.float() for x in store.dequantize(torch.float32))
-            )
-            assert torch.allclose(store.attend(query).float(), wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * 4)
-
-
-def test_no_gradient():
-    store, _, _ = filled(SPECS[0], 20)
-    query = torch.randn(2, 3, 1, 20, requires_grad=True)
-    refuses("has no gradient", lambda: store.attend(query).sum().backward(), RuntimeError)
-    with torch.no_grad():
-        assert not store.attend(query).requires_grad
-
-
-def test_errors():
-    store, _, _ = filled(SPECS[0], 20)
-    for k, v in ((*tokens(1, heads=2),), tokens(1, width=24), (tokens(1)[0].double(), tokens(1)[1].double())):
-        with pytest.raises(ValueError, match=r"the cache holds \(2, 3, tokens, \(20, 17\)\)"):
-            store.append(k, v)
-    assert store.length == 20
-    refuses("the cache has 20 tokens, got 21", lambda: store.crop(21))
-    for wrong, message in (
-        ({"dtype": "int5"}, "dtype is one of int8, int4, int3, int2, float8_e4m3fn"),
-        ({"value_dtype": "int5"}, "value_dtype is one of"),
-        ({"keys": "head"}, '"token" or "channel"'),
-        ({"block": 0}, "block is positive"),
-        ({"recent": -1}, "recent not negative"),
-        ({"scale_dtype": torch.int8}, "scale_dtype is fp32, bf16 or fp16"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            KVCacheSpec(**wrong)
-    for spec in (KVCacheSpec(keys="channel"), KVCacheSpec(recent=1)):
-        with pytest.raises(ValueError, match="a static cache quantizes each token when it comes"):
-            StaticKV(spec, 10)
-    refuses("max_length is positive", lambda: StaticKV(KVCacheSpec(), 0))
-
-
-def test_spec():
+def test_spec_and_what_is_said_once(torch_kernels):
     spec = KVCacheSpec("int4", keys="channel", scale_dtype=torch.float16)
     assert from_json(to_json(spec)) == spec
     assert KVCacheSpec(torch.float8_e4m3fn).dtype == "float8_e4m3fn"
     assert KVCacheSpec(keys="channel", block=16).settled().kept == 16
     assert len({KVCacheSpec(), KVCacheSpec("int8"), KVCacheSpec("int4")}) == 2
-
-
-def test_explanation():
     explanation = explain_attention("int4", head_dim=64)
     assert explanation.kernel in ("cpu_kv_attention", "reference")
     assert "uint4" in str(explanation)
     assert dict(explain_attention(device="cuda").rejected)["cpu_kv_attention"] == "runs on cpu, the input is on cuda"
-
-
-def test_reference_is_said_once(torch_kernels):
     store = GrowingKV(KVCacheSpec("int8"))
     store.append(*tokens(11, width=44))
     with warnings.catch_warnings(record=True) as caught:

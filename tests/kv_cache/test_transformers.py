@@ -109,7 +109,7 @@ def test_generate(name, max_length):
     assert bool((wanted.sequences[:, :12] == found.sequences[:, :12]).all())
 
 
-def test_beams():
+def test_beams_bfloat16_and_quantized_weights():
     model, ids = build("llama"), torch.randint(1, 64, (2, 9))
     for spec in (KVCacheSpec("int8"), KVCacheSpec("int8", keys="channel", block=4)):
         options = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True}
@@ -119,6 +119,21 @@ def test_beams():
         scores = build("llama", quantized=False)(found.sequences).logits.log_softmax(-1)[:, 8:-1]
         picked = scores.gather(2, found.sequences[:, 9:, None]).sum((1, 2)) / 10
         assert torch.allclose(picked, found.sequences_scores, rtol=0, atol=0.02)
+    ids = torch.randint(0, 64, (2, 16))
+    wanted = build("llama", quantized=False)(ids).logits
+    model = build("llama").bfloat16()
+    with record_kernels() as ran:
+        found = logits(model, ids, quantized_cache(model, "int8"), 8)
+    assert "kv_attention" in ran
+    assert found.dtype is torch.bfloat16
+    assert float((found.float() - wanted).abs().max() / wanted.std()) < 0.2
+    from qtorch import int8_weight_only, quantize_
+
+    model, ids = build("llama"), torch.randint(1, 64, (2, 12))
+    wanted = model(ids).logits
+    quantize_(model, int8_weight_only())
+    found = logits(model, ids, quantized_cache(model, "int8"), 6)
+    assert 1e-6 < float((found - wanted).abs().max() / wanted.std()) < 0.05
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
@@ -149,7 +164,7 @@ def test_padded_rows_are_those_alone(name, max_length):
             assert torch.allclose(a[0], b[row], rtol=0, atol=2e-4 * float(a.std()) + 1e-5)
 
 
-def test_continued_conversation():
+def test_continued_and_static():
     """A cache with tokens goes on; so does a copy of it."""
     model, ids = build("llama"), torch.randint(1, 64, (1, 12))
     cache = quantized_cache(model, "int8")
@@ -161,6 +176,21 @@ def test_continued_conversation():
         assert "kv_attention" in ran
         assert found.shape == (1, 23)
         assert (cache.get_seq_length(), other.get_seq_length()) == (12, 22)
+    model, ids = build("llama"), torch.randint(1, 64, (2, 12))
+    cache = quantized_cache(model, "int4", max_length=30)
+    assert cache.is_compileable
+    assert cache.get_max_length() == 30
+    assert cache.get_seq_length() == 0
+    model(ids, past_key_values=cache)
+    assert int(cache.get_seq_length()) == 12
+    first = [layer.keys[:, :, :12].clone() for layer in cache.layers]
+    address = cache.layers[0].store.keys[0].data_ptr()
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    model(ids, past_key_values=cache)
+    assert all(torch.equal(layer.keys[:, :, :12], old) for layer, old in zip(cache.layers, first, strict=True))
+    assert cache.layers[0].store.keys[0].data_ptr() == address
+    refuses("static cache of 30 tokens has 12", lambda: model(torch.randint(1, 64, (2, 19)), past_key_values=cache))
 
 
 def test_operations_of_the_cache():
@@ -198,24 +228,6 @@ def test_operations_of_the_cache():
     assert torch.equal(cache.layers[1].keys, before[1][0])
 
 
-def test_static_cache():
-    model, ids = build("llama"), torch.randint(1, 64, (2, 12))
-    cache = quantized_cache(model, "int4", max_length=30)
-    assert cache.is_compileable
-    assert cache.get_max_length() == 30
-    assert cache.get_seq_length() == 0
-    model(ids, past_key_values=cache)
-    assert int(cache.get_seq_length()) == 12
-    first = [layer.keys[:, :, :12].clone() for layer in cache.layers]
-    address = cache.layers[0].store.keys[0].data_ptr()
-    cache.reset()
-    assert int(cache.get_seq_length()) == 0
-    model(ids, past_key_values=cache)
-    assert all(torch.equal(layer.keys[:, :, :12], old) for layer, old in zip(cache.layers, first, strict=True))
-    assert cache.layers[0].store.keys[0].data_ptr() == address
-    refuses("static cache of 30 tokens has 12", lambda: model(torch.randint(1, 64, (2, 19)), past_key_values=cache))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("max_length", [None, 32])
 def test_compile(max_length):
@@ -234,20 +246,8 @@ def test_compile(max_length):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def test_bfloat16():
-    ids = torch.randint(0, 64, (2, 16))
-    wanted = build("llama", quantized=False)(ids).logits
-    model = build("llama").bfloat16()
-    with record_kernels() as ran:
-        found = logits(model, ids, quantized_cache(model, "int8"), 8)
-    assert "kv_attention" in ran
-    assert found.dtype is torch.bfloat16
-    assert float((found.float() - wanted).abs().max() / wanted.std()) < 0.2
-
-
 def test_encoder_decoder():
     """Self-attention is quantized, cross-attention stays in floating point; T5 adds a bias to its scores."""
-    torch.manual_seed(0)
     sizes = {"vocab_size": 64, "d_model": 64}
     config = hf.T5Config(**sizes, d_kv=16, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
     t5 = hf.T5ForConditionalGeneration(config)
@@ -277,14 +277,6 @@ def test_encoder_decoder():
         assert found.shape[0] == 2
 
 
-def test_floats_are_said_once(monkeypatch):
-    monkeypatch.setattr(store, "_said", set())
-    model, ids = build("llama", quantized=False), torch.randint(1, 64, (2, 12))
-    with pytest.warns(UserWarning, match="use_quantized_attention") as caught:
-        logits(model, ids, quantized_cache(model, "int8"), 4)
-    assert len([w for w in caught if "qtorch" in str(w.message)]) == 1
-
-
 def test_models_that_compute_with_keys_get_floats(monkeypatch):
     monkeypatch.setattr(store, "_said", set())
     model, ids = build("llama"), torch.randint(1, 64, (1, 12))
@@ -300,7 +292,7 @@ def test_models_that_compute_with_keys_get_floats(monkeypatch):
     assert torch.equal(torch.cat([keys, keys], 2), torch.cat([wanted, wanted], 2))
 
 
-def test_what_is_refused():
+def test_what_is_refused_and_said_once(monkeypatch):
     refuses("takes a model of transformers", lambda: use_quantized_attention(torch.nn.Linear(2, 2)), TypeError)
     refuses("takes a model of transformers or its config", lambda: quantized_cache(torch.nn.Linear(2, 2)), TypeError)
     sliding = hf.MistralConfig(**TEXT, sliding_window=8)
@@ -310,13 +302,8 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="static cache quantizes each token"):
         quantized_cache(hf.LlamaConfig(**TEXT), KVCacheSpec(keys="channel"), max_length=8)
     assert quantized_cache(hf.MistralConfig(**TEXT, sliding_window=None)).get_seq_length() == 0
-
-
-def test_quantized_weights_and_cache():
-    from qtorch import int8_weight_only, quantize_
-
-    model, ids = build("llama"), torch.randint(1, 64, (2, 12))
-    wanted = model(ids).logits
-    quantize_(model, int8_weight_only())
-    found = logits(model, ids, quantized_cache(model, "int8"), 6)
-    assert 1e-6 < float((found - wanted).abs().max() / wanted.std()) < 0.05
+    monkeypatch.setattr(store, "_said", set())
+    model, ids = build("llama", quantized=False), torch.randint(1, 64, (2, 12))
+    with pytest.warns(UserWarning, match="use_quantized_attention") as caught:
+        logits(model, ids, quantized_cache(model, "int8"), 4)
+    assert len([w for w in caught if "qtorch" in str(w.message)]) == 1

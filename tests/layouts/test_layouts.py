@@ -1,13 +1,13 @@
-"""Every registered layout is an exact bijection, on whatever schemes it takes, and can be written as JSON."""
+"""Every registered layout: a bijection on every scheme and shape; and weights that are sparse in blocks."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from qtorch import AffineQuantizedTensor, PlainLayout
+from qtorch import AffineQuantizedTensor, BlockSparseLayout, MappingType, PerGroup, PerRow, PlainLayout, QuantSpec
 from qtorch.dtypes import Layout, register_layout
-from qtorch.primitives import from_json, to_json
+from qtorch.primitives import LinearSpec, from_json, mask_blocks, prune_blocks, to_json
 from qtorch.primitives.layouts import LAYOUTS
 from tests.dtypes.specs import SPECS, quantized
 
@@ -57,13 +57,11 @@ def test_layouts_are_values(layout: Layout) -> None:
     assert LAYOUTS[layout.name] is type(layout)
 
 
-def test_the_plain_layout_packs_nothing() -> None:
+def test_names_and_numbers_of_blocks() -> None:
     w = quantized("uint4 group")
     codes, scale, zero_point = w.plain()
     assert (w.qdata is codes, w.scale is scale, w.zero_point is zero_point) == (True, True, True)
 
-
-def test_a_name_is_taken_once() -> None:
     @dataclass(frozen=True)
     class Impostor(Layout):
         name = "plain"
@@ -72,3 +70,49 @@ def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match=r"the name 'plain' is taken by .*PlainLayout"):
         register_layout(Impostor)
     assert LAYOUTS["plain"] is PlainLayout
+    values = torch.zeros(32, 160)
+    values[:16, 144:] = torch.randn(16, 16).sign()
+    w = AffineQuantizedTensor.from_float(values, LinearSpec(QuantSpec("int8"), layout=BlockSparseLayout(16, 0.7)))
+    assert w.columns.tolist() == [[0, 1, 9], [0, 1, 2]]
+    assert torch.equal(w.dequantize() != 0, values != 0)
+    spec = LinearSpec(QuantSpec("int8"), layout=BlockSparseLayout(16, 0.7))
+    with pytest.raises(ValueError, match=r"keeps 3 of 10 blocks .* has 10 that are not zero; prune"):
+        AffineQuantizedTensor.from_float(torch.randn(64, 160), spec)
+    for size, sparsity in ((0, 0.5), (16, 1.0), (16, -0.1)):
+        with pytest.raises(ValueError, match="positive block_size and a sparsity"):
+            BlockSparseLayout(size, sparsity)
+    importance = torch.zeros(4, 8)
+    importance[:2, 6:], importance[2:, :2], importance[3, 5] = 1.0, 2.0, 1.0
+    mask = mask_blocks(importance, 2, 0.75)
+    assert mask.float().sum(1).tolist() == [2, 2, 2, 2]
+    assert mask[:2, 6:].all()
+    assert mask[2:, :2].all()
+    with pytest.raises(ValueError, match="do not divide a matrix"):
+        mask_blocks(importance, 3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "bytes_of_codes"),
+    [(QuantSpec("int8"), 64 * 48), (QuantSpec("int4", PerGroup(16)), 64 * 24), (QuantSpec("int3", PerRow()), 64 * 18)],
+    ids=str,
+)
+def test_only_what_is_kept_is_stored(spec: QuantSpec, bytes_of_codes: int) -> None:
+    values = prune_blocks(torch.randn(64, 160), 16, 0.7)
+    w = AffineQuantizedTensor.from_float(values, LinearSpec(spec, layout=BlockSparseLayout(16, 0.7)))
+    assert w.qdata.numel() == bytes_of_codes
+    assert w.columns.shape == (4, 3)  # of 10
+    assert torch.equal(w.columns, w.columns.sort(1).values)
+    dense = AffineQuantizedTensor.from_float(values, LinearSpec(spec))
+    assert torch.equal(w.dequantize(), dense.dequantize())
+    assert int((w.dequantize() != 0).sum()) <= 64 * 48
+
+
+@pytest.mark.parametrize(("spec", "shape", "message"), [
+    (QuantSpec("uint4", PerGroup(16), MappingType.ASYMMETRIC), (64, 160), "without zero point"),
+    (QuantSpec("int8"), (60, 160), "do not divide"),
+    (QuantSpec("int8"), (2, 64, 160), "do not divide"),
+    (QuantSpec("int8", PerGroup(32)), (64, 160), "divisor of 16 columns"),
+])  # fmt: skip
+def test_what_is_refused(spec: QuantSpec, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AffineQuantizedTensor.from_float(torch.zeros(shape), LinearSpec(spec, layout=BlockSparseLayout(16, 0.5)))

@@ -1,6 +1,9 @@
-"""TensorCoreTiledLayout: an exact bijection on every size, on any device, and what it asks for."""
+"""Codes in the tiles of tensor cores: the layout, and the packing of each device."""
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PlainLayout, QuantSpec, TensorCoreTiledLayout
+from qtorch.kernels.cpu.compiled_library import runs_here
 from qtorch.primitives import ZeroPointDomain
 from qtorch.primitives.layouts import tensor_core_tiled
+from qtorch.primitives.layouts.tensor_core_tiled import CpuPacking, pack_cpu, pack_cuda, unpack_cpu, unpack_cuda
 from tests.dtypes.specs import ASYMMETRIC
 
 TILED = TensorCoreTiledLayout()
@@ -45,9 +51,33 @@ def test_a_bijection(n: int, groups: int, group: int, inner_k_tiles: int, dtype:
     assert packed.scale_and_zero.shape == (groups, -(-n // 64) * 64, 2)
 
 
-def test_bytes() -> None:
+def test_bytes_views_and_the_cuda_format() -> None:
     w = tiled(64, 256, 64, torch.bfloat16)
     assert w.nbytes == 64 * 256 // 2 + 64 * 4 * 2 * 2
+    w = tiled(128, 128)
+    float_weight = w.dequantize()
+    for view, layout in [(lambda w: w[5:70], TILED), (lambda w: w[:, 32:96], TILED), (lambda w: w.t(), PlainLayout())]:
+        assert view(w).scheme.layout == layout
+        assert torch.equal(view(w).dequantize(), view(float_weight))
+    meta = w.to("meta")
+    assert functional.linear(torch.empty(3, 128, device="meta"), meta).shape == (3, 128)
+    # The packing depends on the processor; the file may be read on another one.
+    w = torch.nn.Parameter(tiled(dtype=torch.bfloat16), requires_grad=False)
+    file = io.BytesIO()
+    torch.save({"w": w}, file)
+    assert set(w.__reduce_ex__(2)[1][1]) == {"codes", "scale", "zero_point"}
+    file.seek(0)
+    again = torch.load(file, weights_only=True)["w"]
+    assert again.scheme == w.scheme
+    assert torch.equal(again.qdata, w.qdata)
+    assert torch.equal(again.scale_and_zero, w.scale_and_zero)
+    # Lane 5 holds row 1, columns 2 and 3 of each run of 8: the even ones in the low nibbles, the odd ones above.
+    codes = torch.zeros(8, 32, dtype=torch.uint8)
+    codes[1, [2, 10, 18, 26]] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    codes[1, [3, 11, 19, 27]] = torch.tensor([5, 6, 7, 8], dtype=torch.uint8)
+    packed = pack_cuda(codes, 2)
+    assert packed[0, 0, 5, 0].item() == 0x87654321 - 2**32
+    assert packed.count_nonzero() == 1
 
 
 def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,29 +90,6 @@ def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> 
     w.to("cpu", copy=True)
     assert len(packed) == 1
     assert torch.equal(packed[0][:48], w.to_layout(PlainLayout()).qdata)
-
-
-def test_a_pickle_holds_codes() -> None:
-    """The packing depends on the processor; the file may be read on another one."""
-    w = torch.nn.Parameter(tiled(dtype=torch.bfloat16), requires_grad=False)
-    file = io.BytesIO()
-    torch.save({"w": w}, file)
-    assert set(w.__reduce_ex__(2)[1][1]) == {"codes", "scale", "zero_point"}
-    file.seek(0)
-    again = torch.load(file, weights_only=True)["w"]
-    assert again.scheme == w.scheme
-    assert torch.equal(again.qdata, w.qdata)
-    assert torch.equal(again.scale_and_zero, w.scale_and_zero)
-
-
-def test_views() -> None:
-    w = tiled(128, 128)
-    float_weight = w.dequantize()
-    for view, layout in [(lambda w: w[5:70], TILED), (lambda w: w[:, 32:96], TILED), (lambda w: w.t(), PlainLayout())]:
-        assert view(w).scheme.layout == layout
-        assert torch.equal(view(w).dequantize(), view(float_weight))
-    meta = w.to("meta")
-    assert functional.linear(torch.empty(3, 128, device="meta"), meta).shape == (3, 128)
 
 
 def test_what_it_asks_for() -> None:
@@ -105,9 +112,54 @@ def test_what_it_asks_for() -> None:
         )
 
 
+PACKINGS = [CpuPacking(block, halves) for block in (64, 32, 16) for halves in (True, False)]
+
+
+def random_codes(n: int, k: int) -> torch.Tensor:
+    return torch.randint(0, 16, (n, k), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 32), (128, 96), (320, 64), (0, 32)])
+def test_cpu(n: int, k: int) -> None:
+    codes = random_codes(n, k)
+    for packing in PACKINGS:
+        assert torch.equal(unpack_cpu(pack_cpu(codes, packing), packing), codes)
+        assert torch.equal(unpack_cpu(pack_cpu(codes, packing)[64:128], packing), codes[64:128]), "whole blocks"
+    if n:
+        theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        assert torch.equal(pack_cpu(codes, qtorch.primitives.layouts.tensor_core_tiled.cpu_packing()), theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["avx512", "avx2", "default"])
+def test_the_packing_of_every_instruction_set_is_known(capability: str) -> None:
+    """torch chooses it when it starts."""
+    if capability == "avx512" and not runs_here("avx512"):
+        pytest.skip("no avx512 here")
+    code = "from qtorch.primitives.layouts.tensor_core_tiled import cpu_packing; print(*cpu_packing())"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert tuple(run.stdout.split()) in {(str(p.block), str(p.halves)) for p in PACKINGS}
+
+
+@pytest.mark.parametrize("inner_k_tiles", [2, 4, 8])
+@pytest.mark.parametrize(("n", "k"), [(8, 128), (24, 256), (0, 128)])
+def test_cuda_format(inner_k_tiles: int, n: int, k: int) -> None:
+    codes = random_codes(n, k)
+    packed = pack_cuda(codes, inner_k_tiles)
+    assert packed.dtype == torch.int32
+    assert packed.shape == (n // 8, k // (16 * inner_k_tiles), 32, inner_k_tiles // 2)
+    assert torch.equal(unpack_cuda(packed), codes)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("inner_k_tiles", [2, 4, 8])
-def test_moving_to_cuda_and_back(inner_k_tiles: int) -> None:
+def test_cuda(inner_k_tiles: int) -> None:
+    codes = random_codes(24, 256).cuda()
+    bytes_of_two = codes[:, ::2] << 4 | codes[:, 1::2]
+    theirs = torch.ops.aten._convert_weight_to_int4pack(bytes_of_two, inner_k_tiles)
+    assert torch.equal(pack_cuda(codes, inner_k_tiles), theirs)
+    assert torch.equal(unpack_cuda(theirs), codes)
     layout = TensorCoreTiledLayout(inner_k_tiles)
     w = AffineQuantizedTensor.from_float(torch.randn(45, 160).bfloat16(), LinearSpec(spec(), layout=layout))
     there = w.cuda()

@@ -80,8 +80,6 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 # --- modules ---
-
-
 def linear(recipe: Any, columns: int = K) -> Make:
     def make(seed: int, rows: int) -> nn.Module:
         layer = nn.Linear(columns, rows)
@@ -174,7 +172,6 @@ def _of_spec(spec: LinearSpec, dtype: torch.dtype = torch.float32) -> Make:
 
 
 # --- the table ---
-
 rows_of = functools.partial(normal, 8, K)
 images = functools.partial(normal, 4, 8, 5, 5)
 INT4 = int4_weight_only(group_size=32)

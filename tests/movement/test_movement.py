@@ -44,14 +44,12 @@ def test_between_processes(name: str) -> None:
     check(name)
 
 
-def test_the_page_is_what_is_written() -> None:
+def test_the_page_and_the_classes() -> None:
     text = table.PAGE.read_text()
     assert table.page(table.read(text)) == text, "python -m tests.movement.table --write"
     used = {cell for column in table.read(text).values() for cell in column.values()} - {"yes"}
     assert used == set(REASONS), "every reason is that of a cell"
 
-
-def test_every_class_of_tensors_is_a_row() -> None:
     def subclasses(cls: type) -> set[type]:
         return {cls, *(found for sub in cls.__subclasses__() for found in subclasses(sub))}
 

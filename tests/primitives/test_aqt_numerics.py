@@ -43,12 +43,6 @@ def test_integers(case: Any) -> None:
     check(spec, case)
 
 
-def test_one_bit_is_the_sign() -> None:
-    spec = integer(1, preserve_zero=False)
-    x = torch.tensor([[-2.0, -0.1, 0.0, 0.1, 2.0]])
-    assert spec.fake_quantize(x).tolist() == [[-2, -2, 2, 2, 2]]
-
-
 @pytest.mark.parametrize("case", NUMBERS["rules"], ids=lambda case: f"{case['rule']} {case['clipping_scale']}")
 def test_scale_rules(case: Any) -> None:
     rule: ScaleRule = AbsMaxRule(case["clipping_scale"])
@@ -76,7 +70,7 @@ def test_small_floats(case: Any) -> None:
         assert (theirs - x).abs() <= distances.min() + 0.01 * x.abs() + 1e-6 or x == 0
 
 
-def test_midrise_codes_are_the_sign_and_the_magnitude() -> None:
+def test_midrise_codes_noise_and_errors() -> None:
     kind = qdtype("midrise3")
     codes = torch.arange(8, dtype=torch.uint8)
     assert kind.decode(codes).tolist() == [0.5, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, -3.5]
@@ -85,6 +79,31 @@ def test_midrise_codes_are_the_sign_and_the_magnitude() -> None:
     assert not kind.has_zero
     assert qdtype("float4_e2m1").has_zero
     assert not qdtype("float4_e2m1n").has_zero
+    spec = integer(1, preserve_zero=False)
+    x = torch.tensor([[-2.0, -0.1, 0.0, 0.1, 2.0]])
+    assert spec.fake_quantize(x).tolist() == [[-2, -2, 2, 2, 2]]
+    u = Noise((0,), 16).draw((6, 4), torch.device("cpu"), torch.Generator().manual_seed(3))
+    assert (u == u[0]).all()
+    assert len(u[0].unique()) == 4
+    assert ((u * 2**17) % 2 == 1).all(), "odd multiples of 2^-17"
+    spec = QuantSpec("int8", PerAxis(0), rounding=Rounding.STOCHASTIC, noise=Noise((0,), 16))
+    x = torch.full((6, 4), 0.5)
+    codes = spec.quantize(x, torch.ones(6, 1), None, torch.Generator().manual_seed(3))
+    assert torch.equal(codes, (u < 0.5).to(torch.int8))
+    refuses("noise is that of stochastic rounding", lambda: QuantSpec("int8", noise=Noise()))
+    refuses("bits is 1 to 23", lambda: Noise(bits=24))
+    refuses("names an axis twice", lambda: Noise((0, 0)))
+    refuses("does not have", lambda: Noise((2,)).draw((3, 4), torch.device("cpu")))
+    with pytest.raises(ValueError, match="preserve_max_val=False is for symmetric"):
+        QuantSpec("uint4", mapping=MappingType.ASYMMETRIC, preserve_max_val=False)
+    with pytest.raises(ValueError, match="preserve_max_val=False is for symmetric"):
+        primitives.choose_qparams_affine_with_min_max(
+            torch.zeros(1), torch.ones(1), MappingType.ASYMMETRIC, (), torch.int8, preserve_max_val=False
+        )
+    for rule, name in ((AbsMaxRule, "clipping_scale"), (PowerMeanRule, "p")):
+        refuses(f"{rule.__name__}: {name} is positive", lambda rule=rule: rule(0.0))
+    refuses("1 to 22 bits", lambda: integer(23))
+    refuses("one bit has no zero", lambda: integer(1))
 
 
 @pytest.mark.parametrize("name", ["midrise1", "midrise3", "float4_e2m1n", "float4_e0m3n"])
@@ -114,32 +133,3 @@ def test_noise_with_shared_axes(name: str, bits: int | None) -> None:
     assert (values.mean(0) - row).abs().max() <= step
     independent = QuantSpec(name, rounding=Rounding.STOCHASTIC).quantize(x, scale, None)
     assert not (independent.unflatten(1, (5, 3)).float() == independent.unflatten(1, (5, 3)).float()[..., :1]).all()
-
-
-def test_noise_in_blocks_is_that_of_the_tensor() -> None:
-    u = Noise((0,), 16).draw((6, 4), torch.device("cpu"), torch.Generator().manual_seed(3))
-    assert (u == u[0]).all()
-    assert len(u[0].unique()) == 4
-    assert ((u * 2**17) % 2 == 1).all(), "odd multiples of 2^-17"
-    spec = QuantSpec("int8", PerAxis(0), rounding=Rounding.STOCHASTIC, noise=Noise((0,), 16))
-    x = torch.full((6, 4), 0.5)
-    codes = spec.quantize(x, torch.ones(6, 1), None, torch.Generator().manual_seed(3))
-    assert torch.equal(codes, (u < 0.5).to(torch.int8))
-
-
-def test_errors() -> None:
-    refuses("noise is that of stochastic rounding", lambda: QuantSpec("int8", noise=Noise()))
-    refuses("bits is 1 to 23", lambda: Noise(bits=24))
-    refuses("names an axis twice", lambda: Noise((0, 0)))
-    refuses("does not have", lambda: Noise((2,)).draw((3, 4), torch.device("cpu")))
-    with pytest.raises(ValueError, match="preserve_max_val=False is for symmetric"):
-        QuantSpec("uint4", mapping=MappingType.ASYMMETRIC, preserve_max_val=False)
-    with pytest.raises(ValueError, match="preserve_max_val=False is for symmetric"):
-        primitives.choose_qparams_affine_with_min_max(
-            torch.zeros(1), torch.ones(1), MappingType.ASYMMETRIC, (), torch.int8, preserve_max_val=False
-        )
-    for rule, name in ((AbsMaxRule, "clipping_scale"), (PowerMeanRule, "p")):
-        with pytest.raises(ValueError, match=f"{rule.__name__}: {name} is positive"):
-            rule(0.0)
-    refuses("1 to 22 bits", lambda: integer(23))
-    refuses("one bit has no zero", lambda: integer(1))

@@ -1,6 +1,7 @@
-"""Look-up tables: nearest entries, NF4, k-means, quantized scales."""
+"""Look-up tables: NF4, k-means, and tables of powers."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qtorch import CodebookSpec, MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
-from qtorch.primitives import NF4_TABLE, dequantize_codebook, from_json, kmeans_codebook, quantize_codebook, to_json
+from qtorch.primitives import dequantize_codebook, from_json, kmeans_codebook, power_table, quantize_codebook, to_json
+from qtorch.primitives.codebooks import NF4_TABLE, PowerSpec, power_spec
 from qtorch.primitives.double_quant import dequantize_scale, quantize_scale
 from qtorch.primitives.granularity import BlockView
 from tests.refusals import refuses
@@ -36,7 +38,7 @@ def squared_error(x: Tensor, table: Tensor, weights: Tensor | None = None) -> Te
     return (error if weights is None else error * weights).sum(-1)
 
 
-def test_nf4_is_made_of_quantiles() -> None:
+def test_nf4_and_kmeans() -> None:
     """QLoRA, appendix E: 8 quantiles below zero, 7 above, an exact zero; all divided by the largest."""
     offset = (1 - 1 / 30 + 1 - 1 / 32) / 2
     below = torch.special.ndtri(torch.linspace(1 - offset, 0.5, 8, dtype=torch.float64))
@@ -45,6 +47,33 @@ def test_nf4_is_made_of_quantiles() -> None:
     assert quantiles[7] == 0
     torch.testing.assert_close(NF4.double(), quantiles / quantiles[-1], atol=2e-7, rtol=0)
     assert len(NF4_TABLE) == 16
+    spec = power_spec("uint8", 4, True)
+    text = json.dumps(to_json(spec))
+    assert len(text) < 300, "the table is not written"
+    assert from_json(json.loads(text)) == spec
+    assert from_json(json.loads(text)).table is spec.table
+    assert spec != power_spec("uint8", 4, False)
+    refuses("power 2 or 4", lambda: power_spec("uint8", 3, True))
+    refuses("computes its table", lambda: PowerSpec("uint4", table=tuple(range(16)), power=2))
+    x = torch.tensor([[-2.0, -0.5, 0.5, 1.5, 9.0]])
+    codes = quantize_codebook(x, (1, -1), torch.ones(1, 1), torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+    assert codes.tolist() == [[0, 0, 1, 2, 3]]
+    x, weights = torch.randn(8, 256), torch.rand(8, 256).pow(8)
+    plain, weighted = kmeans_codebook(x, 3), kmeans_codebook(x, 3, weights)
+    assert bool((squared_error(x, weighted, weights) < squared_error(x, plain, weights)).all())
+    assert bool((squared_error(x, weighted) > squared_error(x, plain)).all())
+    # What has no weight has no say.
+    x[:, 128:] *= 100
+    weights[:, 128:] = 0
+    assert float(kmeans_codebook(x, 3, weights).abs().max()) <= float(x[:, :128].abs().max())
+    x = torch.randn(3, 5, 77).bfloat16()
+    table = kmeans_codebook(x, 4)
+    assert (table.shape, table.dtype) == ((3, 5, 16), torch.float32)
+    assert torch.equal(table, kmeans_codebook(x, 4))
+    assert torch.equal(table, table.sort().values)
+    # Rows do not know of each other, nor of the order of their elements.
+    assert torch.equal(table[1, 2], kmeans_codebook(x[1, 2].flip(0), 4))
+    assert kmeans_codebook(torch.empty(2, 0), 3).shape == (2, 8)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
@@ -66,12 +95,6 @@ def test_codes_are_nearest(dtype: torch.dtype, block: tuple[int, int], own: bool
     y = dequantize_codebook(codes, block, scale, table, dtype)
     assert y.dtype == dtype
     assert torch.equal(y, (wide_table.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) * wide_scale).to(dtype))
-
-
-def test_ties_go_to_the_lower_entry() -> None:
-    x = torch.tensor([[-2.0, -0.5, 0.5, 1.5, 9.0]])
-    codes = quantize_codebook(x, (1, -1), torch.ones(1, 1), torch.tensor([-1.0, 0.0, 1.0, 2.0]))
-    assert codes.tolist() == [[0, 0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (3, 0), (2, 3, 8), (8,), (1, 1)])
@@ -115,17 +138,6 @@ def test_kmeans_never_gets_worse(make: object, weighted: bool) -> None:
     assert bool((errors[-1] < 0.9 * errors[0]).any())
 
 
-def test_importance_moves_the_table() -> None:
-    x, weights = torch.randn(8, 256), torch.rand(8, 256).pow(8)
-    plain, weighted = kmeans_codebook(x, 3), kmeans_codebook(x, 3, weights)
-    assert bool((squared_error(x, weighted, weights) < squared_error(x, plain, weights)).all())
-    assert bool((squared_error(x, weighted) > squared_error(x, plain)).all())
-    # What has no weight has no say.
-    x[:, 128:] *= 100
-    weights[:, 128:] = 0
-    assert float(kmeans_codebook(x, 3, weights).abs().max()) <= float(x[:, :128].abs().max())
-
-
 @pytest.mark.parametrize("values", [[0.5], [-1.0, 1.0], [-1.0, 0.0, 3.0]])
 def test_kmeans_with_empty_clusters(values: list[float]) -> None:
     x = torch.tensor(values).repeat(2, 5)
@@ -142,35 +154,18 @@ def test_kmeans_finds_few_values_exactly(bits: int) -> None:
     torch.testing.assert_close(kmeans_codebook(x, bits), values.sort().values)
 
 
-def test_kmeans_is_deterministic_and_ascends() -> None:
-    x = torch.randn(3, 5, 77).bfloat16()
-    table = kmeans_codebook(x, 4)
-    assert (table.shape, table.dtype) == ((3, 5, 16), torch.float32)
-    assert torch.equal(table, kmeans_codebook(x, 4))
-    assert torch.equal(table, table.sort().values)
-    # Rows do not know of each other, nor of the order of their elements.
-    assert torch.equal(table[1, 2], kmeans_codebook(x[1, 2].flip(0), 4))
-    assert kmeans_codebook(torch.empty(2, 0), 3).shape == (2, 8)
-
-
-def test_double_quantization_costs_next_to_nothing() -> None:
+def test_double_quantization_text_and_errors() -> None:
     x = torch.randn(256, 1024)
     plain = CodebookSpec("uint4", PerGroup(64), NF4_TABLE)
     double = replace(plain, scale_spec=INT8_SCALES)
     scale = dequantize_scale(quantize_scale(double.choose_scale(x), INT8_SCALES), INT8_SCALES)
     y = double.dequantize(double.quantize(x, scale, NF4), scale, NF4)
     assert 20.5 < compute_error(x, y) <= compute_error(x, applied(plain, x)) + 0.01 < 21
-
-
-def test_spec_json_and_str() -> None:
     spec = CodebookSpec(torch.uint4, PerGroup(64), NF4_TABLE, scale_spec=INT8_SCALES)
     assert from_json(to_json(spec)) == spec
     assert hash(from_json(to_json(spec))) == hash(spec)
     assert str(spec) == "uint4 NF4 PerGroup(group_size=64) scale int8 PerGroup(group_size=256)"
     assert str(CodebookSpec("uint2", PerTensor())) == "uint2 k-means PerTensor()"
-
-
-def test_errors_name_what_they_got() -> None:
     refuses("codes are uint1 to uint8, got int4", lambda: CodebookSpec("int4"))
     refuses("uint3 has 8 codes, got 16 values", lambda: CodebookSpec("uint3", table=NF4_TABLE))
     refuses(r"must ascend, got \(0.0, 0.0\)", lambda: CodebookSpec("uint1", table=(0, 0)))
@@ -183,3 +178,41 @@ def test_errors_name_what_they_got() -> None:
     with pytest.raises(ValueError, match=r"the table of uint4 NF4 PerRow.* is fixed"):
         CodebookSpec("uint4", PerRow(), NF4_TABLE).choose_table(torch.ones(2, 2), torch.ones(2, 1), torch.ones(2, 2))
     refuses("4 % 3 along axis 1", lambda: CodebookSpec("uint4", PerBlock((1, 3))).choose_scale(torch.ones(2, 4)))
+
+
+SPECS = [("uint8", 4, True), ("uint8", 4, False), ("uint4", 2, True), ("uint4", 2, False), ("uint5", 2, True)]
+
+
+@pytest.mark.parametrize("dtype, power, signed", SPECS)
+def test_powers_and_nearest_codes(dtype: str, power: int, signed: bool) -> None:
+    bits = int(dtype[4:])
+    table = torch.tensor(power_table(bits, power, signed), dtype=torch.float64)
+    highest = 2 ** (bits - 1) - 1 if signed else 2**bits - 1
+    codes = torch.arange(2**bits, dtype=torch.float64) - (2 ** (bits - 1) if signed else 0)
+    exact = codes.sign() * (codes.abs() / highest) ** power
+    assert ((table - exact).abs() <= 1e-6 * exact.abs()).all()
+    assert 0.0 in table
+    assert 1.0 in table
+    assert (-1.0 in table) == signed
+    assert (table.diff() > 0).all()
+    # By comparison with every value, in fp64, also a little below and above the middle of any two.
+    spec = power_spec(dtype, power, signed)
+    x = torch.randn(40, 200) * 10 ** (torch.rand(40, 200) * 8 - 8)
+    x = x if signed else x.abs()
+    table = torch.tensor(spec.table)
+    table = table[1:] if signed else table  # no code stands for less than -1
+    middles = (table[1:] + table[:-1]) / 2
+    x = torch.cat([torch.zeros(2, 300), torch.nn.functional.pad(x, (0, 100))])
+    x[0, : len(middles)], x[1, : len(middles)] = middles * (1 - 1e-6), middles * (1 + 1e-6)
+    x[:2, -1] = 1.0
+    scale, values = spec.choose_qparams(x)
+    codes = spec.quantize(x, scale, values)
+    place = (x / scale).double()
+    distance = (place[..., None] - table.double()).abs()
+    chosen = distance.gather(-1, codes.long()[..., None] - int(signed)).squeeze(-1)
+    # Middles and places are rounded to fp32.
+    assert (chosen - distance.amin(-1) <= 2.0**-21 * place.abs()).all()
+    nearer, further = (codes[row, : len(middles)].int() for row in range(2))
+    assert torch.equal(further - nearer, middles.sign().int())
+    assert torch.equal(torch.minimum(nearer, further), torch.arange(len(middles), dtype=torch.int32) + int(signed))
+    assert codes.unique().numel() > 10

@@ -1,4 +1,4 @@
-"""Small floating-point formats against an independent table: every code, every midpoint, and what lies around them."""
+"""Few-bit floats, and rounding to them: every code, chance, powers of two."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qtorch import PerGroup, PerRow, QuantSpec, ZeroPointDomain
-from qtorch.primitives import MappingType, Rounding, compute_error, qdtype
+from qtorch.primitives import MappingType, Rounding, compute_error, qdtype, round_to_integer
 from qtorch.primitives.floatx import FloatFormat, floor_to_power_of_two
 from qtorch.primitives.qdtype import QDTYPES
 
@@ -45,7 +45,7 @@ def value_of(code: int, ebits: int, mbits: int) -> Fraction:
 
 
 @every_format
-def test_every_code(name):
+def test_every_code_and_every_midpoint(name):
     form, largest, _, smallest = FORMATS[name]
     codes = torch.arange(2**form.bits, dtype=torch.uint8)
     values = form.decode(codes)
@@ -54,10 +54,6 @@ def test_every_code(name):
     assert form.name == name
     assert values.max() == largest == qdtype(name).quant_max
     assert values[values > 0].min() == smallest
-
-
-@every_format
-def test_every_midpoint_goes_to_the_even_code(name):
     form = FORMATS[name][0]
     count = 2 ** (form.bits - 1)
     for code in range(count - 1):
@@ -67,10 +63,6 @@ def test_every_midpoint_goes_to_the_even_code(name):
         around = torch.stack([torch.nextafter(middle, torch.tensor(0.0)), middle, torch.nextafter(middle, 2 * middle)])
         assert form.encode(around).tolist() == [code, even, code + 1]
         assert form.encode(-around).tolist() == [c + count for c in (code, even, code + 1)]
-
-
-@every_format
-def test_it_saturates(name):
     form = FORMATS[name][0]
     x = torch.tensor([form.max * 1.001, 1e30, float("inf"), -1e30])
     assert form.decode(form.encode(x)).tolist() == [form.max, form.max, form.max, -form.max]
@@ -131,14 +123,66 @@ def test_power_of_two_scale(name, absmax):
     assert scale.float().item() == 2.0**exponent
 
 
-def test_power_of_two_scale_of_an_asymmetric_range_does_not_clip():
+def test_powers_of_two_and_random_numbers():
     spec = QuantSpec("uint4", PerRow(), MappingType.ASYMMETRIC, scale_dtype=torch.float8_e8m0fnu)
     x = torch.randn(50, 40)
     scale, zero_point = spec.choose_qparams(x)
     assert torch.equal(scale.float(), floor_to_power_of_two(scale.float()))
     assert ((x - spec.dequantize(spec.quantize(x, scale, zero_point), scale, zero_point)).abs() <= scale.float()).all()
-
-
-def test_floor_to_power_of_two():
     x = torch.tensor([1.0, 1.999, 2.0, 3.0, 0.75, 1e-30, 0.0])
     assert floor_to_power_of_two(x).tolist() == [1.0, 1.0, 2.0, 2.0, 0.5, 2.0**-100, 0.0]
+    # Of the default one, if there is none; a generator leaves that alone.
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10
+    torch.manual_seed(3)
+    assert torch.equal(stochastic(x, 5), stochastic(x, 5))
+    assert not torch.equal(stochastic(x, 5), stochastic(x, 6))
+    first, second = (round_to_integer(x, Rounding.STOCHASTIC) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(round_to_integer(x, Rounding.STOCHASTIC), first)
+    assert not torch.equal(first, second)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def stochastic(x: torch.Tensor, seed: int) -> torch.Tensor:
+    return round_to_integer(x, Rounding.STOCHASTIC, torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nearest_and_stochastic(dtype: torch.dtype) -> None:
+    x = torch.tensor([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 0.49, 0.51], dtype=dtype)
+    wanted = torch.tensor([-2.0, -2.0, 0.0, 0.0, 2.0, 2.0, 0.0, 1.0], dtype=dtype)
+    assert torch.equal(round_to_integer(x), wanted)
+    x = (torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 20).to(dtype)
+    rounded = stochastic(x, 1)
+    assert rounded.dtype == dtype
+    assert ((rounded == x.floor()) | (rounded == x.ceil())).all()
+    assert (rounded == x.floor()).any()
+    assert (rounded == x.ceil()).any()
+    x = torch.tensor([-128.0, -1, 0, 1, 127, 2048, torch.finfo(dtype).max], dtype=dtype)
+    x = x.repeat(1000, 1)
+    assert torch.equal(stochastic(x, 0), x)
+
+
+def test_stochastic_never_moves_an_integer_though_u_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
+    x = torch.tensor([-2.0, -0.5, 0.0, 0.5, 3.0])
+    rounded = round_to_integer(x, Rounding.STOCHASTIC)
+    assert torch.equal(rounded, x.ceil())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [0.001, -0.001, 0.25, -0.75, 3.5, 100.3, -100.3])
+def test_stochastic_is_unbiased(value: float, dtype: torch.dtype) -> None:
+    x = torch.full((200_000,), value, dtype=dtype)
+    rounded = stochastic(x, 0).double()
+    fraction = (x[0].double() - x[0].double().floor()).item()
+    standard_error = (fraction * (1 - fraction) / x.numel()) ** 0.5
+    assert abs((rounded.mean() - x[0].double()).item()) < 4 * standard_error + 1e-12
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3, 4)])
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    x = torch.full(shape, 0.5)
+    assert stochastic(x, 0).shape == round_to_integer(x).shape == shape

@@ -1,5 +1,8 @@
-"""Granularities and the block arithmetic behind them."""
+"""Names of types and granularities, and the sizes and signal-to-noise ratios that go with them."""
 
+import copy
+import math
+import pickle
 from collections.abc import Callable
 from math import prod
 from textwrap import fill
@@ -10,8 +13,9 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qtorch.primitives import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-from qtorch.primitives.granularity import BlockView, block_of, granularity_of, resolve_block, scale_shape
+from qtorch.primitives import PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken, QDType, compute_error, qdtype
+from qtorch.primitives.granularity import BlockView, Granularity, block_of, granularity_of, resolve_block, scale_shape
+from tests.refusals import refuses
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -62,27 +66,35 @@ def test_the_word_is_found_again_from_its_pattern(granularity: Granularity) -> N
     assert granularity_of(granularity.pattern(3)) == granularity
 
 
-def test_words_compare_by_kind_and_value() -> None:
+def test_words_and_scaling() -> None:
     assert PerGroup(32) == PerGroup(32) != PerGroup(64)
     assert PerRow() != PerToken() != PerTensor()
     assert PerBlock([1, 32]) == PerBlock((1, 32))  # type: ignore[arg-type]
     assert len({PerRow(), PerRow(), PerToken(), PerAxis(0), PerAxis(0)}) == 3
+    view = BlockView((4, 6), (1, 6))
+    scale = torch.arange(4.0)
+    assert torch.equal(view.split_scale(scale), view.split_scale(scale.reshape(4, 1)))
+    with pytest.raises(AttributeError):
+        qdtype("int8").bits = 7  # type: ignore[misc]
+    x, noise = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    y = x + noise / 16
+    assert torch.equal(compute_error(x, y), compute_error(4 * x, 4 * y))
+    ones = torch.ones(3, requires_grad=True)
+    assert compute_error(ones, ones) == math.inf
+    assert compute_error(torch.zeros(3), ones) == -math.inf
+    assert not compute_error(ones, ones * 2).requires_grad
+    assert compute_error(ones, ones * 2).shape == ()
 
 
 @PROPERTY
 @given(shapes_and_blocks())
-def test_the_block_follows_from_the_shape_of_the_scale(case) -> None:
+def test_blocks_and_their_scales(case) -> None:
     shape, block = case
     scale = scale_shape(shape, resolve_block(block, shape))
     assert scale_shape(shape, block_of(shape, scale)) == scale
     if prod(shape):
         assert block_of(shape, scale) == block
-
-
-@PROPERTY
-@given(shapes_and_blocks())
-def test_merge_undoes_split(case) -> None:
-    """Of a tensor that need not be contiguous; reducing over `dims` reduces each block."""
+    # Of a tensor that need not be contiguous; reducing over `dims` reduces each block.
     shape, block = case
     x = torch.arange(prod(shape)).reshape(shape[::-1]).permute(list(range(len(shape)))[::-1])
     view = BlockView(shape, block)
@@ -92,11 +104,6 @@ def test_merge_undoes_split(case) -> None:
     sizes = ones.sum(view.dims).reshape(view.scale_shape) if view.dims else ones
     assert torch.equal(sizes, torch.full(view.scale_shape, float(prod(view.block))))
     assert torch.equal(view.as_rows(ones).sum(1).reshape(view.scale_shape), sizes.reshape(view.scale_shape))
-
-
-@PROPERTY
-@given(shapes_and_blocks())
-def test_each_scale_meets_the_elements_of_its_block(case) -> None:
     shape, block = case
     view = BlockView(shape, block)
     scale = torch.arange(prod(view.scale_shape)).reshape(view.scale_shape)
@@ -106,12 +113,6 @@ def test_each_scale_meets_the_elements_of_its_block(case) -> None:
         if view.scale_shape[axis] * size == shape[axis]:
             wanted = wanted.repeat_interleave(size, axis)
     assert torch.equal(spread, wanted.expand(shape))
-
-
-def test_a_scale_may_lack_the_reduced_axes() -> None:
-    view = BlockView((4, 6), (1, 6))
-    scale = torch.arange(4.0)
-    assert torch.equal(view.split_scale(scale), view.split_scale(scale.reshape(4, 1)))
 
 
 @pytest.mark.parametrize("make", [lambda: PerGroup(0), lambda: PerGroup(-2), lambda: PerBlock((4, 0))])
@@ -147,3 +148,62 @@ zero-dimensional: PerAxis(0) does not exist on a tensor of 0 dimensions
 wrong scale count: a tensor of shape (4, 6) in blocks of (1, 3) has 8 scales of shape (4, 2),
 got shape (4, 1)""",
     )
+
+
+INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 9)]
+FLOATS = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
+WIDE = ["int16", "int32"]
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integer_bounds_follow_from_the_bits(name: str) -> None:
+    kind = qdtype(name)
+    assert kind.quant_max - kind.quant_min == 2**kind.bits - 1
+    assert kind.quant_min == (-(2 ** (kind.bits - 1)) if kind.is_signed else 0)
+    assert kind.is_signed == name.startswith("int")
+    assert kind.storage == (torch.int8 if kind.is_signed else torch.uint8)
+    assert not kind.is_floating_point
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", *WIDE, *FLOATS])
+def test_bounds_are_those_of_torch_where_torch_has_the_type(name: str) -> None:
+    kind, info = qdtype(name), (torch.finfo if name in FLOATS else torch.iinfo)(getattr(torch, name))
+    assert (kind.quant_min, kind.quant_max, kind.bits) == (info.min, info.max, 8 if name in FLOATS else info.bits)
+    assert kind.storage == getattr(torch, name)
+    assert kind.is_floating_point == (name in FLOATS)
+    assert kind.is_signed == (info.min < 0)
+
+
+@pytest.mark.parametrize("name", [*INTEGERS, *FLOATS, *WIDE])
+def test_one_object_per_name(name: str) -> None:
+    kind = qdtype(name)
+    assert kind.name == repr(kind) == name
+    assert qdtype(getattr(torch, name)) is qdtype(f"torch.{name}") is qdtype(kind) is kind
+    assert copy.deepcopy(kind) is copy.copy(kind) is pickle.loads(pickle.dumps(kind)) is kind
+    assert len({kind, qdtype(name)}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "int23", ""])
+def test_other_dtypes_are_refused(dtype: torch.dtype | str) -> None:
+    refuses("is not a quantized type; known: int1, int2", lambda: qdtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [None, 8, int, QDType])
+def test_other_kinds_are_refused(dtype: object) -> None:
+    refuses(r"expected a torch\.dtype, a name or a QDType", lambda: qdtype(dtype), TypeError)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("decibels", [-6.0, 0.0, 20.0, 60.0])
+def test_noise_of_known_strength(decibels: float) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    y = x * (1 + 10 ** (-decibels / 20))
+    assert compute_error(x, y).item() == pytest.approx(decibels, abs=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_computed_in_fp32(dtype: torch.dtype) -> None:
+    # In fp16 the squared norm of x would overflow.
+    x = torch.full((2000,), 1024.0, dtype=dtype)
+    error = compute_error(x, x - 8)
+    assert error.dtype == torch.float32
+    assert error.item() == pytest.approx(20 * math.log10(128), abs=1e-3)

@@ -114,7 +114,7 @@ def test_how_much_better(
     assert best > shrunk - 0.05
 
 
-def test_the_updates_alone() -> None:
+def test_updates_and_narrow_codes() -> None:
     """Without them, and without factors, the rule is min-max; with them both scale and zero point move."""
     x = student_t(8, 64)
     spec = spec_of("uint3", ASYMMETRIC, FLOAT)
@@ -124,23 +124,15 @@ def test_the_updates_alone() -> None:
     assert all((got != old).double().mean() > 0.9 for got, old in zip(updated.choose_qparams(x), plain))
     got, old = losses(x, spec, HQQRule(starts=1))
     assert 0.5 * old.sum() < got.sum() < 0.9 * old.sum()
-
-
-def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = student_t(8, 64).bfloat16()
-    spec = spec_of("uint3", ASYMMETRIC, FLOAT)
-    spec = replace(spec, scale_rule=HQQRule())
-    whole = spec.choose_range(x)
-    for size in (1, 32, 160):
-        monkeypatch.setattr(scale_rules, "CHUNK", size)
-        assert all(map(torch.equal, spec.choose_range(x), whole))
-
-
-def test_stochastic_rounding_does_not_make_the_range_random() -> None:
-    spec = replace(spec_of("uint3", ASYMMETRIC, INT), scale_rule=HQQRule(), rounding=Rounding.STOCHASTIC)
-    x = normal(8, 64)
-    wanted = replace(spec, rounding=Rounding.NEAREST_EVEN).choose_range(x)
-    assert all(map(torch.equal, spec.choose_range(x), wanted))
+    x = student_t(8, 64)
+    for spec in (
+        QuantSpec("int4", PerGroup(32), quant_min=-7),
+        QuantSpec("uint4", PerGroup(32), ASYMMETRIC, quant_max=5),
+        QuantSpec("int4", PerGroup(32), scale_dtype=torch.float8_e8m0fnu),
+    ):
+        got, plain = losses(x, spec, HQQRule())
+        assert (got <= plain * (1 + 1e-5)).all()
+        assert 0 < got.sum() < plain.sum()
 
 
 @every_kind
@@ -166,27 +158,23 @@ def test_the_magnitude_of_the_weights_does_not_matter(
     assert abs(compute_error(x, stored(x * magnitude, spec) / magnitude) - at_one) < 0.1
 
 
-def test_narrower_codes_and_powers_of_two() -> None:
-    x = student_t(8, 64)
-    for spec in (
-        QuantSpec("int4", PerGroup(32), quant_min=-7),
-        QuantSpec("uint4", PerGroup(32), ASYMMETRIC, quant_max=5),
-        QuantSpec("int4", PerGroup(32), scale_dtype=torch.float8_e8m0fnu),
-    ):
-        got, plain = losses(x, spec, HQQRule())
-        assert (got <= plain * (1 + 1e-5)).all()
-        assert 0 < got.sum() < plain.sum()
-
-
-def test_quantized_scales() -> None:
-    for scale_spec in (QuantSpec("float8_e4m3fn", PerTensor()), QuantSpec("int8", PerGroup(16))):
-        spec = QuantSpec("int3", PerGroup(32), scale_spec=scale_spec)
-        got, plain = losses(student_t(8, 256), spec, HQQRule())
-        assert 0.3 * plain.sum() < got.sum() < 0.9 * plain.sum()
-
-
-def test_shrink() -> None:
+def test_chunks_shrink_and_quantized_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.tensor([-3.0, -0.5, 0.0, 0.5, 1.5, 4.0])
     assert torch.equal(scale_rules.shrink(x, 1, 1), torch.tensor([-2.0, 0.0, 0.0, 0.0, 0.5, 3.0]))
     assert torch.equal(scale_rules.shrink(x, 2, 2), x / 2)
     torch.testing.assert_close(scale_rules.shrink(x, 0.5, 4), x.sign() * (x.abs() - x.abs().pow(-0.5) / 4).clamp(min=0))
+    for scale_spec in (QuantSpec("float8_e4m3fn", PerTensor()), QuantSpec("int8", PerGroup(16))):
+        spec = QuantSpec("int3", PerGroup(32), scale_spec=scale_spec)
+        got, plain = losses(student_t(8, 256), spec, HQQRule())
+        assert 0.3 * plain.sum() < got.sum() < 0.9 * plain.sum()
+    spec = replace(spec_of("uint3", ASYMMETRIC, INT), scale_rule=HQQRule(), rounding=Rounding.STOCHASTIC)
+    x = normal(8, 64)
+    wanted = replace(spec, rounding=Rounding.NEAREST_EVEN).choose_range(x)
+    assert all(map(torch.equal, spec.choose_range(x), wanted))
+    x = student_t(8, 64).bfloat16()
+    spec = spec_of("uint3", ASYMMETRIC, FLOAT)
+    spec = replace(spec, scale_rule=HQQRule())
+    whole = spec.choose_range(x)
+    for size in (1, 32, 160):
+        monkeypatch.setattr(scale_rules, "CHUNK", size)
+        assert all(map(torch.equal, spec.choose_range(x), whole))

@@ -74,7 +74,7 @@ def test_an_all_zero_block_stays_zero(mapping: MappingType, rule: ScaleRule) -> 
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_min_max_and_abs_max_per_block(granularity: Granularity) -> None:
+def test_extremes_per_block(granularity: Granularity) -> None:
     x = data(8, 48)
     spec = QuantSpec("int8", granularity)
     view = BlockView(x.shape, spec.block_size(x.shape))
@@ -83,6 +83,10 @@ def test_min_max_and_abs_max_per_block(granularity: Granularity) -> None:
     assert all(map(torch.equal, MinMaxRule().min_max(x, spec), (low, high)))
     bound = torch.maximum(low.abs(), high.abs())
     assert all(map(torch.equal, AbsMaxRule().min_max(x, spec), (-bound, bound)))
+    x = data(8, 48)
+    spec = QuantSpec("int8", granularity)
+    got, wanted = PercentileRule(100).min_max(x, spec), MinMaxRule().min_max(x, spec)
+    assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize("mapping", MappingType)
@@ -96,27 +100,25 @@ def test_mse_is_never_worse_than_min_max(dtype: str, granularity: Granularity, m
     assert best.sum() > 0
 
 
-def test_mse_is_better_where_there_are_outliers() -> None:
+def test_mse_and_percentiles() -> None:
     x = data(16, 256)
     x[:, 0] *= 4
     plain = QuantSpec("int4", PerRow())
     best = QuantSpec("int4", PerRow(), scale_rule=MSERule())
     gain = compute_error(x, best.fake_quantize(x)) - compute_error(x, plain.fake_quantize(x))
     assert 1 < gain < 12
-
-
-def test_mse_of_a_range_that_must_not_shrink_is_min_max() -> None:
     x = torch.tensor([[-7.5, 7.5] * 8])
     spec = QuantSpec("uint4", PerRow(), MappingType.ASYMMETRIC, scale_rule=MSERule())
     assert all(map(torch.equal, spec.choose_range(x), MinMaxRule().min_max(x, spec)))
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_the_hundredth_percentile_is_min_max(granularity: Granularity) -> None:
-    x = data(8, 48)
-    spec = QuantSpec("int8", granularity)
-    got, wanted = PercentileRule(100).min_max(x, spec), MinMaxRule().min_max(x, spec)
-    assert all(map(torch.equal, got, wanted))
+    x = torch.arange(10.0).reshape(1, 10)
+    low, high = PercentileRule(1e-20).min_max(x, QuantSpec("int8", PerRow()))
+    assert (low.item(), high.item()) == (4, 5)
+    x = data(1, 1000)
+    x[0, 7] = 1e6
+    _, high = PercentileRule(99).min_max(x, QuantSpec("int8", PerRow()))
+    assert high < 5
+    for make, message in REFUSED:
+        refuses(message, make)
 
 
 @pytest.mark.parametrize("percentile", [1e-3, 50, 80, 99])
@@ -128,19 +130,6 @@ def test_a_percentile_is_an_order_statistic(percentile: float) -> None:
     assert torch.equal(low, ordered[:, cut : cut + 1])
     assert torch.equal(high, ordered[:, 200 - cut : 201 - cut])
     assert (low <= high).all()
-
-
-def test_the_least_percentile_leaves_the_middle() -> None:
-    x = torch.arange(10.0).reshape(1, 10)
-    low, high = PercentileRule(1e-20).min_max(x, QuantSpec("int8", PerRow()))
-    assert (low.item(), high.item()) == (4, 5)
-
-
-def test_a_percentile_ignores_an_outlier() -> None:
-    x = data(1, 1000)
-    x[0, 7] = 1e6
-    _, high = PercentileRule(99).min_max(x, QuantSpec("int8", PerRow()))
-    assert high < 5
 
 
 @pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerGroup(16)], ids=str)
@@ -175,16 +164,13 @@ def test_a_fixed_range_ignores_the_data(mapping: MappingType) -> None:
     assert torch.equal(first[0], torch.full((4, 1), 2 / 255))
 
 
-def test_a_fixed_range_for_probabilities() -> None:
+def test_fixed_ranges() -> None:
     rule = FixedRangeRule(0, 1)
     spec = QuantSpec("uint8", PerTensor(), MappingType.ASYMMETRIC, scale_rule=rule)
     scale, zero_point = spec.choose_qparams(data(4, 8))
     assert zero_point.item() == 0
     codes = spec.quantize(torch.tensor([[0.0, 1.0, 2.0, -1.0]]), scale, zero_point)
     assert codes.tolist() == [[0, 255, 255, 0]]
-
-
-def test_a_fixed_range_without_zero_needs_the_float_domain() -> None:
     rule, domain = FixedRangeRule(2, 17), ZeroPointDomain.FLOAT
     spec = QuantSpec("uint4", PerTensor(), MappingType.ASYMMETRIC, domain, rule, preserve_zero=False)
     x = torch.arange(2.0, 18.0)
@@ -211,8 +197,3 @@ REFUSED = [
         "takes integer codes, got float8",
     ),
 ]
-
-
-def test_rules_refuse_bad_numbers() -> None:
-    for make, message in REFUSED:
-        refuses(message, make)

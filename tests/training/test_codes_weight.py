@@ -1,16 +1,21 @@
-"""Weights that live in INT8 and INT4: updates that round stochastically, and no float copy."""
+"""Weights in training, in codes or as floats of their own dtype."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from qtorch import quantize_
-from qtorch.training import CodesWeight, int4_weight_only_quantized_training, int8_weight_only_quantized_training
+import qtorch
+from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, quantize_, training
+from qtorch.recipes.base import Recipe
+from qtorch.training import CodesWeight, MasterWeight, TrainingSpec, int8_weight_only_quantized_training
 
-RECIPES = [int8_weight_only_quantized_training(), int4_weight_only_quantized_training()]
+RECIPES = [int8_weight_only_quantized_training(), qtorch.training.int4_weight_only_quantized_training()]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
 
@@ -18,15 +23,35 @@ def weight(recipe: object = RECIPES[0], n: int = 32, k: int = 64) -> CodesWeight
     return recipe.apply(torch.randn(n, k))
 
 
-def test_starts_from_the_nearest_codes() -> None:
+def test_nearest_codes_and_gradients() -> None:
     values = torch.randn(32, 64)
     trained = RECIPES[0].apply(values)
     assert ((trained.dequantize() - values).abs() <= trained.scales()[0] / 2 * 1.0001).all()
     assert torch.equal(trained.dequantize(), RECIPES[0].apply(values).dequantize())
+    zeros = torch.zeros_like(weight(), memory_format=torch.preserve_format)
+    assert type(zeros) is Tensor
+    assert torch.equal(zeros, torch.zeros(32, 64))
+    # A part has no scales of its own.
+    parameter = nn.Parameter(weight())
+    with torch.no_grad(), pytest.raises((NotImplementedError, ValueError), match="part of"):
+        parameter[:, :7].add_(1.0)
+    with pytest.raises(ValueError, match=r"the target has shape \(32, 64\), the source \(64, 32\)"):
+        weight().copy_(torch.randn(64, 32))
+    layer = nn.Linear(64, 32)
+    quantize_(nn.Sequential(layer), RECIPES[0])
+    twin = nn.Linear(64, 32)
+    twin.load_state_dict({"weight": layer.weight.dequantize(), "bias": layer.bias.detach()})
+    x = torch.randn(5, 7, 64)
+    grads = []
+    for module in (layer, twin):
+        inputs = x.clone().requires_grad_()
+        module(inputs).square().sum().backward()
+        grads.append((inputs.grad, module.weight.grad, module.bias.grad))
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 @every_recipe
-def test_updates_are_unbiased(recipe: object) -> None:
+def test_updates_are_unbiased_and_reproducible(recipe: object) -> None:
     """The mean of 10^5 roundings of one row is within 4 standard errors of the row."""
     count = 100_000
     row = torch.randn(64)
@@ -38,10 +63,6 @@ def test_updates_are_unbiased(recipe: object) -> None:
     error = (samples.mean(0) - row).abs()
     assert (error <= 4 * samples.std(0) / count**0.5 + 1e-7).all()
     assert samples.std(0).median() > 0.2 * scale.mean()
-
-
-@every_recipe
-def test_reproducible_from_a_seed_and_different_at_each_step(recipe: object) -> None:
     start, step = weight(recipe), torch.full((32, 64), 1e-3)
     results = []
     for seed in (3, 3, 4):
@@ -55,17 +76,6 @@ def test_reproducible_from_a_seed_and_different_at_each_step(recipe: object) -> 
     assert not torch.equal(results[0], results[2])
 
 
-def test_shards_of_different_ranks_draw_different_numbers() -> None:
-    start, results = weight(), []
-    for rank in (0, 1, 1):
-        shard = start.clone()
-        vars(shard)["_rank"] = rank
-        torch.manual_seed(0)
-        results.append(shard.add_(1e-3).dequantize())
-    assert torch.equal(results[1], results[2])
-    assert not torch.equal(results[0], results[1])
-
-
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_small_updates_add_up_only_if_rounded_stochastically(stochastic: bool) -> None:
     """A hundred updates of a hundredth of a step."""
@@ -77,7 +87,7 @@ def test_small_updates_add_up_only_if_rounded_stochastically(stochastic: bool) -
     assert (0.9 < moved < 1.1) if stochastic else abs(moved) < 0.2
 
 
-def test_weight_decay_is_exact() -> None:
+def test_decay_and_shards() -> None:
     """It is a factor of the scale: no code changes."""
     trained = weight()
     codes, values = trained.plain()[0].clone(), trained.dequantize()
@@ -87,6 +97,14 @@ def test_weight_decay_is_exact() -> None:
     torch.testing.assert_close(trained.dequantize(), values * 0.495)
     trained.mul_(-1.0)
     torch.testing.assert_close(trained.dequantize(), values * -0.495, rtol=0, atol=0.02)
+    start, results = weight(), []
+    for rank in (0, 1, 1):
+        shard = start.clone()
+        vars(shard)["_rank"] = rank
+        torch.manual_seed(0)
+        results.append(shard.add_(1e-3).dequantize())
+    assert torch.equal(results[1], results[2])
+    assert not torch.equal(results[0], results[1])
 
 
 @every_recipe
@@ -145,20 +163,6 @@ def test_peak_memory_of_a_step_is_that_of_codes() -> None:
     assert kept == [(256 * 4, torch.float32), (x.nbytes, torch.float32), (256 * 256, torch.int8)]
 
 
-def test_gradients_are_those_of_the_dequantized_weight() -> None:
-    layer = nn.Linear(64, 32)
-    quantize_(nn.Sequential(layer), RECIPES[0])
-    twin = nn.Linear(64, 32)
-    twin.load_state_dict({"weight": layer.weight.dequantize(), "bias": layer.bias.detach()})
-    x = torch.randn(5, 7, 64)
-    grads = []
-    for module in (layer, twin):
-        inputs = x.clone().requires_grad_()
-        module(inputs).square().sum().backward()
-        grads.append((inputs.grad, module.weight.grad, module.bias.grad))
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adamax])
 def test_other_optimizers(kind: type) -> None:
     layer = nn.Linear(64, 32)
@@ -169,19 +173,87 @@ def test_other_optimizers(kind: type) -> None:
     assert (layer.weight.dequantize() - before).abs().mean() > 1e-3
 
 
-def test_an_optimizer_that_updates_parts_is_an_error() -> None:
-    """A part has no scales of its own."""
-    parameter = nn.Parameter(weight())
-    with torch.no_grad(), pytest.raises((NotImplementedError, ValueError), match="part of"):
-        parameter[:, :7].add_(1.0)
+MASTER_RECIPES = [
+    training.int8_mixed_precision_training(),
+    training.float8_training(),
+    training.mxfp8_training(),
+    training.nvfp4_training(stochastic_rounding=False, hadamard=False),
+    training.mxfp4_training(stochastic_rounding=False, hadamard=False),
+    training.int8_tilewise_training(),
+    training.switchback_training(),
+    training.qat(int4_weight_only(group_size=32)),
+    training.qat(int8_dynamic_activation_int8_weight()),
+]
+BF16 = torch.bfloat16
 
 
-def test_a_copy_of_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"the target has shape \(32, 64\), the source \(64, 32\)"):
-        weight().copy_(torch.randn(64, 32))
+class OneRank:
+    """A mesh of one rank."""
+
+    def size(self) -> int:
+        return 1
 
 
-def test_zeros_like_is_a_plain_tensor() -> None:
-    zeros = torch.zeros_like(weight(), memory_format=torch.preserve_format)
-    assert type(zeros) is Tensor
-    assert torch.equal(zeros, torch.zeros(32, 64))
+def layers(recipe: Recipe) -> tuple[nn.Linear, nn.Linear]:
+    """A layer in fp32, and the same one whose weight is of bf16 and has the bits of fp32."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96, bias=False)
+    quantize_(layer, recipe)
+    mixed = copy.deepcopy(layer)
+    mixed._parameters["weight"] = nn.Parameter(gathered(layer.weight))
+    return layer, mixed
+
+
+def gathered(weight: Tensor, dtype: torch.dtype | None = BF16) -> MasterWeight:
+    """What FSDP2 gets of one rank under a policy."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    shard = weight.detach()
+    sent, metadata = shard.fsdp_pre_all_gather(OneRank(), weight.shape, (), None, policy)  # type: ignore[attr-defined]
+    whole: MasterWeight = shard.fsdp_post_all_gather(sent, metadata, dtype)[0]  # type: ignore[attr-defined]
+    return whole
+
+
+@pytest.mark.parametrize("recipe", MASTER_RECIPES, ids=str)
+def test_codes_and_gradients_of_a_master(recipe: Recipe) -> None:
+    layer, mixed = layers(recipe)
+    weight = mixed.weight
+    assert weight.dtype == BF16
+    assert torch.equal(weight.master, layer.weight.master)
+    assert not torch.equal(weight.master, weight.master.bfloat16().float())
+    one, other = layer.weight.convert(), weight.convert()
+    assert torch.equal(one.plain()[0], other.plain()[0])
+    # The forward in bf16 takes these codes: with an input of one value each output is a sum of them.
+    x = torch.eye(64)
+    y, wanted = mixed(x.bfloat16()), layer(x)
+    assert y.dtype == BF16
+    assert torch.equal(y, wanted.bfloat16())
+    assert not torch.equal(y, layer.weight.master.t().bfloat16())
+    layer, mixed = layers(recipe)
+    x = torch.randn(32, 64).bfloat16()
+    leaves = x.clone().requires_grad_(), x.float().requires_grad_()
+    mixed(leaves[0]).float().square().mean().backward()
+    layer(leaves[1]).square().mean().backward()
+    for got, wanted in ((mixed.weight.grad, layer.weight.grad), (leaves[0].grad, leaves[1].grad)):
+        assert got is not None
+        assert wanted is not None
+        assert got.dtype == BF16
+        # Codes of four bits that flip differ by more.
+        assert 0 < float((got.float() - wanted).norm() / wanted.norm()) < (0.12 if "fp4" in recipe.name else 0.05)
+
+
+def test_copies_and_what_is_sent() -> None:
+    weight = layers(MASTER_RECIPES[0])[1].weight
+    for other in (weight.detach(), weight[:32], weight.t(), weight.clone(), pickle.loads(pickle.dumps(weight))):
+        assert isinstance(other, MasterWeight)
+        assert (other.dtype, other.master.dtype) == (BF16, torch.float32)
+    for dtype in (torch.float32, torch.float16):
+        moved = weight.detach().to(dtype)
+        assert (moved.dtype, moved.master.dtype) == (dtype, dtype)
+    assert weight.detach().sum().dtype == BF16
+    assert weight.dequantize().dtype == BF16
+    meta = weight.detach().to("meta")
+    assert (meta.dtype, meta.master.dtype) == (BF16, torch.float32)
+    weight = MasterWeight.of(torch.randn(8, 16), TrainingSpec())
+    assert gathered(weight).master.dtype == BF16
+    assert gathered(weight, None).master.dtype == torch.float32
+    assert gathered(layers(MASTER_RECIPES[0])[0].weight, None).dtype == torch.float32

@@ -187,7 +187,7 @@ def test_the_weight_is_that_of_the_inference_recipe() -> None:
         )
 
 
-def test_bitnet_weights_are_ternary_and_packed() -> None:
+def test_bitnet_floats_and_stochastic_weights() -> None:
     model = trained(training.bitnet_training())
     master = model[0].weight.floats().clone()
     quantize_(model, convert())
@@ -200,18 +200,12 @@ def test_bitnet_weights_are_ternary_and_packed() -> None:
     assert set(codes.unique().tolist()) == {-1, 0, 1}
     torch.testing.assert_close(scale, mean.expand(96, 1))
     assert torch.equal(codes.float(), (master / mean).round().clamp(-1, 1))
-
-
-def test_a_forward_in_full_precision_converts_to_a_float_weight() -> None:
     recipe = training.int8_mixed_precision_training(training.Int8MixedPrecisionTrainingConfig(output=False))
     model, x = trained(recipe), torch.randn(8, 64)
     wanted = model(x)
     quantize_(model, convert())
     assert type(model[0].weight) is nn.Parameter
     assert torch.equal(model(x), wanted)
-
-
-def test_stochastic_weights_serve_rounded_to_nearest() -> None:
     spec = TrainingSpec(GemmSpec(int8(), int8(rounding=Rounding.STOCHASTIC)))
     model = nn.Sequential(nn.Linear(64, 32))
     values = model[0].weight.detach().clone()

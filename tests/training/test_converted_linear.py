@@ -94,7 +94,7 @@ def test_gradients_are_those_of_explicit_fake_quantization(spec: LinearSpec, dty
         assert compute_error(b, a) > (100 if dtype is torch.float32 else 40)
 
 
-def test_without_codes_it_is_a_linear_layer() -> None:
+def test_without_codes_and_narrow_inputs() -> None:
     layer, x = nn.Linear(64, 96), torch.randn(3, 5, 64, requires_grad=True)
     inputs = [x, layer.weight, layer.bias]
     y = converted_linear(*inputs)
@@ -102,17 +102,11 @@ def test_without_codes_it_is_a_linear_layer() -> None:
     g = torch.randn_like(y)
     for a, b in zip(torch.autograd.grad(y, inputs, g), torch.autograd.grad(layer(x), inputs, g)):
         assert compute_error(b, a) > 120
-
-
-def test_a_narrow_input_meets_a_wide_weight() -> None:
-    """As under autocast."""
+    # As under autocast.
     layer, x = nn.Linear(64, 96), torch.randn(5, 64).bfloat16().requires_grad_()
     y = converted_linear(x, layer.weight, layer.bias.bfloat16())
     y.sum().backward()
     assert (y.dtype, x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
-
-
-def test_what_sums_integers() -> None:
     floats = QuantSpec("float8_e4m3fn", PerRow(), zero_point_domain=ZeroPointDomain.NONE)
     tinygemm = QuantSpec("uint4", PerGroup(32), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)
     assert all(sums_integers(spec) for spec in (*DYNAMIC.values(), *STATICS.values()))

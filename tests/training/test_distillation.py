@@ -10,6 +10,7 @@ from torch.nn import functional
 import qtorch
 from qtorch import quantize_, training
 from qtorch.training import Distillation, DistillationMixin, Teacher, convert, distill, distillation_loss
+from tests.refusals import refuses
 
 INT4 = qtorch.int4_weight_only(group_size=32)
 W8A8 = qtorch.int8_dynamic_activation_int8_weight()
@@ -62,7 +63,7 @@ def plain(model: nn.Module) -> list[torch.Tensor]:
     return [p for p in model.parameters() if type(p) is nn.Parameter]
 
 
-def test_the_loss_of_logits() -> None:
+def test_losses_and_what_does_not_fit() -> None:
     student, teacher = torch.randn(3, 5, 11, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 5, 11)
     p, q = (functional.softmax(z.double() / 2, -1) for z in (teacher, student))
     each = 4 * (p * (p / q).log()).sum(-1)
@@ -71,21 +72,14 @@ def test_the_loss_of_logits() -> None:
     wanted = (each * mask).sum() / 9
     torch.testing.assert_close(distillation_loss(student, teacher, 2.0, mask).double(), wanted, rtol=1e-5, atol=1e-6)
     assert distillation_loss(teacher, teacher).abs() < 1e-6
-    with pytest.raises(ValueError, match="logits of one shape"):
-        distillation_loss(student, teacher[..., :4])
-
-
-def test_what_does_not_fit() -> None:
+    refuses("logits of one shape", lambda: distillation_loss(student, teacher[..., :4]))
     model = mlp()
     for wrong in ({"logits": 0.0}, {"hidden": -1.0}, {"temperature": 0.0}):
-        with pytest.raises(ValueError, match="Distillation: weights"):
-            Distillation(**wrong)
-    with pytest.raises(ValueError, match="matches no module"):
-        Teacher(model, "block")
+        refuses("Distillation: weights", lambda wrong=wrong: Distillation(**wrong))
+    refuses("matches no module", lambda: Teacher(model, "block"))
     with pytest.raises(ValueError, match=r"hidden states need Teacher\(model, layers="):
         distill(model, Teacher(model), Distillation(hidden=1.0), torch.randn(2, 64))
-    with pytest.raises(TypeError, match="Teacher: takes a model"):
-        Teacher(None)
+    refuses("Teacher: takes a model", lambda: Teacher(None), TypeError)
 
 
 def test_a_trainer_of_transformers(tmp_path: object) -> None:

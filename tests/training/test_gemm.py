@@ -1,16 +1,22 @@
-"""The engine against the same computation with fake quantization in float64."""
+"""The three products of a layer, and the specs that say how each is quantized."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
+import qtorch
+from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.kernels import record_kernels
-from qtorch.primitives import Granularity, Rounding
+from qtorch.primitives import AbsMeanRule, Granularity, Rounding, from_json, to_json
 from qtorch.primitives.granularity import BlockView
-from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized, quantized_matmul
+from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized, fully_quantized_float8
 from qtorch.training.engine.contraction import contraction
 from qtorch.training.engine.numerics import float8, int8, integer
+from tests.refusals import refuses
 from tests.training.reference import RECIPES, three_matmuls
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -80,7 +86,7 @@ def test_three_matmuls(name: str, shape: tuple[int, int, int], dtype: torch.dtyp
 
 
 @every_recipe
-def test_the_error_against_float_is_bounded_on_both_sides(name: str) -> None:
+def test_the_error_is_bounded_and_autocast(name: str) -> None:
     x, w, g = torch.randn(256, 128), torch.randn(96, 128), torch.randn(256, 96)
     spec = RECIPES[name].training_spec()
     least = {"bitnet": 4, "int4, int8": 14, "nvfp4": 14, "mxfp4": 12}.get(name, 18)
@@ -92,20 +98,48 @@ def test_the_error_against_float_is_bounded_on_both_sides(name: str) -> None:
             assert least < error < 50
         else:
             assert error > 110
+    # Activations are in bf16; the weight is quantized from its own dtype, as the weight that serves is.
+    linear, x = layer(name), torch.randn(16, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(x)
+        y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert (x.grad.dtype, linear.weight.grad.dtype) == (torch.float32, torch.float32)
+    g, spec = torch.ones(16, 96, dtype=torch.bfloat16), RECIPES[name].training_spec()
+    wanted_y, dx, dw = three_matmuls(x.detach().bfloat16(), linear.weight.floats(), g, spec)
+    wanted_y = wanted_y + linear.bias.detach().bfloat16()
+    assert_close((y.detach(), x.grad, linear.weight.grad), (wanted_y, dx, dw), 38)
 
 
-def test_no_tokens() -> None:
+def test_empty_inputs_and_full_precision() -> None:
     y, dx, dw = run(torch.randn(0, 8), torch.randn(4, 8), torch.randn(0, 4), fully_quantized())
     assert (y.shape, dx.shape) == ((0, 4), (0, 8))
     assert torch.equal(dw, torch.zeros(4, 8))
-
-
-def test_output_dtype() -> None:
     spec = TrainingSpec(GemmSpec(int8(), int8(), output_dtype=torch.float32))
     x, w = torch.randn(4, 8, dtype=torch.bfloat16), torch.randn(3, 8, dtype=torch.bfloat16)
     y = contraction(x, w, spec)
     assert y.dtype == torch.float32
     assert compute_error(three_matmuls(x, w, y.to(x.dtype), spec)[0], y.double()) > 110
+    linear, x = layer("int8"), torch.randn(300, 64)
+    with record_kernels() as ran:
+        linear(x).sum().backward()
+    assert ran.count("int_matmul") == 2
+    spec = TrainingSpec()
+    assert not any(gemm.is_quantized for gemm in (spec.output, spec.grad_input, spec.grad_weight))
+    assert spec.linear_spec is None
+    assert str(spec) == "output full precision; grad_input full precision; grad_weight full precision"
+    spec = fully_quantized(4, 8, grad_weight=False)
+    assert (spec.output, spec.grad_input) == (GemmSpec(integer(4), integer(4)), GemmSpec(int8(), int8()))
+    assert spec.grad_weight == GemmSpec()
+    assert fully_quantized(None, 8).output == GemmSpec()
+    refuses("1 to 22 bits, got 23", lambda: fully_quantized(23))
+    gradient = fully_quantized_float8().grad_weight
+    assert (gradient.lhs.dtype.name, gradient.rhs.dtype.name) == ("float8_e5m2", "float8_e4m3fn")
+    assert fully_quantized().linear_spec.weight == int8()
+    tensorwise = TrainingSpec(GemmSpec(int8(), int8(PerTensor()))).linear_spec
+    assert tensorwise.weight.granularity == PerRow(), "integer kernels read a scale per row"
+    assert fully_quantized_float8(PerTensor()).linear_spec.weight == float8(granularity=PerTensor())
+    assert TrainingSpec(GemmSpec(ROWS, GROUPS), GemmSpec(reuse_forward=True)).grad_input.lhs is None
 
 
 def layer(name: str, bias: bool = True, k: int = 64, n: int = 96) -> nn.Linear:
@@ -152,29 +186,7 @@ def test_frozen_weight_or_input(name: str) -> None:
         assert torch.equal(frozen(x), linear(x))
 
 
-def test_a_frozen_input_runs_one_backward_matmul() -> None:
-    linear, x = layer("int8"), torch.randn(300, 64)
-    with record_kernels() as ran:
-        linear(x).sum().backward()
-    assert ran.count("int_matmul") == 2
-
-
-@every_recipe
-def test_autocast(name: str) -> None:
-    """Activations are in bf16; the weight is quantized from its own dtype, as the weight that serves is."""
-    linear, x = layer(name), torch.randn(16, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = linear(x)
-        y.float().sum().backward()
-    assert y.dtype == torch.bfloat16
-    assert (x.grad.dtype, linear.weight.grad.dtype) == (torch.float32, torch.float32)
-    g, spec = torch.ones(16, 96, dtype=torch.bfloat16), RECIPES[name].training_spec()
-    wanted_y, dx, dw = three_matmuls(x.detach().bfloat16(), linear.weight.floats(), g, spec)
-    wanted_y = wanted_y + linear.bias.detach().bfloat16()
-    assert_close((y.detach(), x.grad, linear.weight.grad), (wanted_y, dx, dw), 38)
-
-
-def test_stochastic_rounding_of_gradients_is_unbiased() -> None:
+def test_stochastic_rounding() -> None:
     spec = fully_quantized(stochastic_rounding=True)
     assert spec.grad_weight.lhs.rounding is Rounding.STOCHASTIC
     assert spec.output.lhs.rounding is spec.grad_weight.rhs.rounding is Rounding.NEAREST_EVEN
@@ -184,9 +196,6 @@ def test_stochastic_rounding_of_gradients_is_unbiased() -> None:
     samples = run(x, w, g, spec)[1].double()
     assert samples.std(0).min() > 0
     assert ((samples.mean(0) - wanted).abs() < 4 * samples.std(0) / count**0.5).all()
-
-
-def test_stochastic_rounding_depends_on_the_seed() -> None:
     spec, (x, w, g) = (
         fully_quantized(stochastic_rounding=True),
         (torch.randn(16, 8), torch.randn(4, 8), torch.randn(16, 4)),
@@ -199,7 +208,7 @@ def test_stochastic_rounding_depends_on_the_seed() -> None:
     assert not torch.equal(results[0], results[2])
 
 
-def test_codes_that_chance_has_made_are_reused_not_remade() -> None:
+def test_reused_codes_and_rows_that_fill_no_block() -> None:
     """grad_input multiplies by the very codes of the forward."""
     spec = TrainingSpec(GemmSpec(None, int8(rounding=Rounding.STOCHASTIC)), GemmSpec(reuse_forward=True))
     w = torch.randn(8, 8)
@@ -208,6 +217,22 @@ def test_codes_that_chance_has_made_are_reused_not_remade() -> None:
         y = contraction(x, weight, spec)
         y.backward(torch.eye(8))
         torch.testing.assert_close(y.detach(), x.grad.t())
+    # Q(T(w)): what is quantized is what enters the product, and gradients reach w through T.
+    x, w = torch.randn(20, 16), torch.randn(16, 8, requires_grad=True)
+    twin = w.detach().clone().requires_grad_()
+    qtorch.training.quantized_matmul(x, torch.tanh(w) * 2, fully_quantized()).square().sum().backward()
+    (x @ (torch.tanh(twin) * 2)).square().sum().backward()
+    assert 30 < compute_error(twin.grad, w.grad) < 60
+    spec = int8(PerBlock((4, 8)))
+    x, w, g = torch.randn(5, 16), torch.randn(8, 16), torch.randn(5, 8)
+    got = operand_gradients(x, w, g, TrainingSpec(GemmSpec(spec, spec), scale_gradient=True))[0]
+    completed = operand_gradients(
+        torch.nn.functional.pad(x, (0, 0, 0, 3)),
+        w,
+        torch.nn.functional.pad(g, (0, 0, 0, 3)),
+        TrainingSpec(GemmSpec(spec, spec), scale_gradient=True),
+    )[0]
+    torch.testing.assert_close(got, completed[:5])
 
 
 def test_the_tiles_of_an_activation_are_kept_in_int8() -> None:
@@ -228,18 +253,7 @@ def test_the_tiles_of_an_activation_are_kept_in_int8() -> None:
         assert size == (64 * 64 + 2 * 2 * 4 if name == "tilewise" else 64 * 64 * 4)
 
 
-def test_a_function_of_a_weight() -> None:
-    """Q(T(w)): what is quantized is what enters the product, and gradients reach w through T."""
-    x, w = torch.randn(20, 16), torch.randn(16, 8, requires_grad=True)
-    twin = w.detach().clone().requires_grad_()
-    quantized_matmul(x, torch.tanh(w) * 2, fully_quantized()).square().sum().backward()
-    (x @ (torch.tanh(twin) * 2)).square().sum().backward()
-    assert 30 < compute_error(twin.grad, w.grad) < 60
-
-
 # --- the gradient of a dynamic scale ---
-
-
 def fake_in_fp64(x: Tensor, spec: QuantSpec) -> Tensor:
     """s round(x / s), s = absmax / Q, rounding straight through, the scale differentiable."""
     view = BlockView(x.shape, spec.block_size(x.shape))
@@ -276,14 +290,55 @@ def test_against_autograd(granularity: Granularity, wrapped: bool) -> None:
         assert compute_error(exact.grad, plain.double()) < 70
 
 
-def test_rows_that_do_not_fill_blocks() -> None:
-    spec = int8(PerBlock((4, 8)))
-    x, w, g = torch.randn(5, 16), torch.randn(8, 16), torch.randn(5, 8)
-    got = operand_gradients(x, w, g, TrainingSpec(GemmSpec(spec, spec), scale_gradient=True))[0]
-    completed = operand_gradients(
-        torch.nn.functional.pad(x, (0, 0, 0, 3)),
-        w,
-        torch.nn.functional.pad(g, (0, 0, 0, 3)),
-        TrainingSpec(GemmSpec(spec, spec), scale_gradient=True),
-    )[0]
-    torch.testing.assert_close(got, completed[:5])
+@pytest.mark.parametrize("spec", [fully_quantized(), fully_quantized(4, None), fully_quantized_float8(PerTensor())])
+def test_json_round_trip(spec: TrainingSpec) -> None:
+    assert from_json(json.loads(json.dumps(to_json(spec)))) == spec
+    assert hash(spec) == hash(from_json(to_json(spec)))
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_integers_leave_out_the_lowest_code(bits: int) -> None:
+    assert integer(bits).code_range == (-(2 ** (bits - 1) - 1), 2 ** (bits - 1) - 1)
+
+
+@pytest.mark.parametrize("granularity", [PerAxis(1), PerBlock((8, 1)), PerBlock((1, 1)), PerGroup(1)], ids=str)
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+def test_a_scale_along_the_contracted_axis_is_an_error(granularity: object, side: str) -> None:
+    specs = {"lhs": int8(), "rhs": int8(), side: int8(granularity)}
+    refuses(f"{side} has a scale for each index of the contracted axis", lambda: GemmSpec(**specs))
+    assert GemmSpec(**specs, accumulator_dtype=torch.float32).is_quantized, "dequantized first, it makes sense"
+
+
+ROWS, TILES, GROUPS = int8(), int8(PerBlock((32, 32))), int8(PerGroup(16))
+ASYMMETRIC, UNSIGNED = (QuantSpec(dtype, PerRow(), MappingType.ASYMMETRIC) for dtype in ("int8", "uint8"))
+FULL, REUSE = GemmSpec(), GemmSpec(ROWS, reuse_forward=True)
+BALANCED = GemmSpec(ROWS, ROWS, mid_alpha=(0.5, 0.5))
+MEAN = replace(ROWS, scale_rule=AbsMeanRule())
+REFUSED: dict[str, Callable[[], object]] = {
+    "leave rhs out": lambda: GemmSpec(ROWS, ROWS, reuse_forward=True),
+    "reuse_forward takes an operand as it is": lambda: GemmSpec(reuse_forward=True, mid_alpha=(0.5, 0.5)),
+    "fold names an operand that is quantized": lambda: GemmSpec(ROWS, None, fold="rhs"),
+    "fold takes a symmetric operand with a scale for each": lambda: GemmSpec(ROWS, ROWS, fold="rhs"),
+    "sums products of integers of at most 8": lambda: GemmSpec(ROWS, integer(9), accumulator_dtype=torch.int16),
+    r"a float dtype, int32, int16 or None, got torch\.int64": lambda: GemmSpec(ROWS, accumulator_dtype=torch.int64),
+    "lhs of an integer product has signed codes, got uint8": lambda: GemmSpec(UNSIGNED, ROWS),
+    "one divides the other, got 16 and 24": lambda: GemmSpec(GROUPS, int8(PerGroup(24))),
+    "where lhs has blocks, both operands are": lambda: GemmSpec(GROUPS, replace(ASYMMETRIC, granularity=PerGroup(16))),
+    "output is the forward itself": lambda: TrainingSpec(REUSE),
+    "grad_input contracts n, the output features, along": lambda: TrainingSpec(GemmSpec(ROWS, GROUPS), REUSE),
+    "grad_weight contracts m, the tokens": lambda: TrainingSpec(GemmSpec(GROUPS, ROWS), FULL, REUSE),
+    "reuses an operand that the forward leaves in full": lambda: TrainingSpec(FULL, REUSE),
+    "can reuse symmetric operands only": lambda: TrainingSpec(GemmSpec(ROWS, ASYMMETRIC), REUSE),
+    "in blocks of 64 in lhs, which do not divide": lambda: TrainingSpec(
+        GemmSpec(TILES, TILES), GemmSpec(int8(PerBlock((64, 64))), reuse_forward=True)
+    ),
+    "cannot reuse an operand that the forward has changed": lambda: TrainingSpec(BALANCED, REUSE),
+    "need the operands as they come": lambda: TrainingSpec(BALANCED, clip_gradient=True),
+    "symmetric specs whose scale is absmax": lambda: TrainingSpec(GemmSpec(None, MEAN), scale_gradient=True),
+    "grad_weight has only codes of": lambda: TrainingSpec(GemmSpec(ROWS, ROWS), FULL, REUSE, scale_gradient=True),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refusals(message: str) -> None:
+    refuses(message, lambda: REFUSED[message]())

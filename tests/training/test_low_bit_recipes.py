@@ -1,13 +1,21 @@
-"""binary_training and int4_training: their equations, what they convert to, and the edges."""
+"""Training in few bits: binary, int4, FP4, and adapters."""
+
+import copy
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qtorch import quantize_
+import qtorch
+from qtorch import PerBlock, PerGroup, compute_error, quantize_, training
 from qtorch.kernels import record_kernels
-from qtorch.training import binary_training, convert, int4_training
+from qtorch.primitives import mx_spec, nvfp4_spec
+from qtorch.training import GemmSpec, TrainingSpec, binary_training, convert, int4_training, integer, lora_qat, qat
+from qtorch.training.engine.contraction import contraction, transformed
+from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear
+from tests.refusals import refuses
+from tests.training.small_model import fit, mlp
 
 
 def layer_in(recipe: object, inputs: int = 32, outputs: int = 16) -> nn.Linear:
@@ -71,8 +79,7 @@ def test_edges(recipe: object) -> None:
     assert [m.weight.scheme.weight.dtype.bits for m in model] == [8, inner, inner, 8]
 
 
-def test_binary_learns_a_function_of_signs() -> None:
-    torch.manual_seed(0)
+def test_binary_mappings_and_what_does_not_fit() -> None:
     teacher = torch.sign(torch.randn(1, 32))
     model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 2))
     quantize_(model, {"0": binary_training(edge_bits=None), "2": None})
@@ -86,8 +93,147 @@ def test_binary_learns_a_function_of_signs() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
-
-
-def test_errors() -> None:
     with pytest.raises(ValueError, match="bound is positive, got 0"):
         binary_training(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))
+    report = quantize_(model, {r"0|2": None, r".*": training.nvfp4_training()})
+    assert [layer.name for layer in report.quantized] == ["1.weight"]
+    assert isinstance(model[1].weight, training.MasterWeight)
+    for size in (3, 1, 0):
+        refuses("hadamard is a power of two", lambda size=size: GemmSpec(hadamard=size))
+    refuses("leave out fold, mid_alpha and hadamard", lambda: GemmSpec(reuse_forward=True, hadamard=16))
+    with pytest.raises(ValueError, match=r"block_size \(16, 16\) does not divide"):
+        quantize_(nn.Sequential(nn.Linear(64, 40)), training.nvfp4_training())
+    rotated = training.mixed_precision_training(TrainingSpec(GemmSpec(nvfp4_spec(), nvfp4_spec(), hadamard=16)))
+    model = nn.Sequential(nn.Linear(64, 32))
+    quantize_(model, rotated)
+    refuses(r"varies by call \(GemmSpec.fold, mid_alpha, hadamard\)", lambda: quantize_(model, training.convert()))
+
+
+RECIPES = {"nvfp4": training.nvfp4_training, "mxfp4": training.mxfp4_training}
+every_format = pytest.mark.parametrize("name", RECIPES)
+
+
+@every_format
+def test_gradients_have_no_bias_and_nothing_clips(name: str) -> None:
+    """The mean of many is that of the weight as the forward has it; one has the error of the format."""
+    spec = RECIPES[name]().training_spec()
+    x, w, g = torch.randn(64, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True), torch.randn(64, 32)
+    wanted = g @ spec.output.rhs.fake_quantize(w.detach())
+    draws = [torch.autograd.grad(contraction(x, w, spec), (x, w), g) for _ in range(100)]
+    (one, of_w), mean, mean_w = draws[0], *(torch.stack(each).mean(0) for each in zip(*draws))
+    assert 12 < compute_error(wanted, one) < 20
+    assert 18 < compute_error(wanted, mean) - compute_error(wanted, one) < 22  # 100 independent errors: 20 dB
+    # Of x, which is rounded to nearest, the transform makes most of the error random.
+    assert compute_error(g.t() @ x.detach(), mean_w) - compute_error(g.t() @ x.detach(), of_w) > 15
+    spec = RECIPES[name]().training_spec().grad_input.lhs
+    x = torch.randn(256, 64) * torch.rand(256, 1).exp2()
+    scale, _ = spec.choose_qparams(x)
+    size = spec.granularity.group_size
+    assert ((x.abs() / scale.float().repeat_interleave(size, 1)).amax() <= 6).item()
+    nearest = RECIPES[name](stochastic_rounding=False).training_spec().grad_input.lhs
+    clipped = x.abs() / nearest.choose_qparams(x)[0].float().repeat_interleave(size, 1)
+    assert clipped.amax() > 6
+
+
+@pytest.mark.parametrize("size", [2, 16, 32])
+def test_the_transform_cancels(size: int) -> None:
+    x, y = torch.randn(8, 50), torch.randn(5, 50)
+    a, b = transformed(x, y, size)
+    assert a.shape[1] == -(-50 // size) * size
+    assert not torch.equal(a[:, :50], x)
+    torch.testing.assert_close(a @ b.t(), x @ y.t(), rtol=1e-4, atol=1e-4)
+    fine = GemmSpec(integer(20), integer(20), hadamard=size)
+    w, x = torch.randn(5, 50, requires_grad=True), x.requires_grad_()
+    contraction(x, w, TrainingSpec(fine, fine, fine)).sum().backward()
+    assert compute_error(torch.ones(8, 5) @ w.detach(), x.grad) > 80
+    assert compute_error(torch.ones(5, 8) @ x.detach(), w.grad) > 80
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_experts_serve_what_was_trained(name: str) -> None:
+    weight = training.MasterWeight.of(torch.randn(3, 32, 64), RECIPES[name]().training_spec())
+    served, spec = weight.convert(), weight.training_spec.output.rhs
+    for expert, floats in zip(served.dequantize(), weight.floats(), strict=True):
+        assert torch.equal(expert, spec.fake_quantize(floats))
+
+
+@every_format
+def test_a_square_block_has_one_scale_in_rows(name: str) -> None:
+    layer = nn.Sequential(nn.Linear(64, 32))
+    quantize_(layer, RECIPES[name]())
+    trained = copy.deepcopy(layer)
+    quantize_(layer, training.convert())
+    size = {"nvfp4": 16, "mxfp4": 32}[name]
+    weight = layer[0].weight
+    spec = {"nvfp4": nvfp4_spec(), "mxfp4": mx_spec("float4_e2m1")}[name]
+    assert weight.scheme.weight == weight.scheme.activation == spec
+    assert spec.granularity == PerGroup(size)
+    scale = weight.scales()[0].float().unflatten(0, (-1, size))
+    assert torch.equal(scale, scale[:, :1].expand_as(scale))
+    square = spec.with_granularity(PerBlock((size, size)))
+    assert torch.equal(weight.dequantize(), square.fake_quantize(trained[0].weight.floats()))
+
+
+LORA_RECIPES = [
+    qtorch.int8_dynamic_activation_int4_weight(),
+    qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int4_weight_only(group_size=32),
+    qtorch.nf4_weight_only(group_size=32),
+]
+every_recipe = pytest.mark.parametrize("recipe", LORA_RECIPES, ids=lambda recipe: recipe.name)
+
+
+@every_recipe
+def test_the_merged_weight_is_what_is_served(recipe: qtorch.quantize_api.WeightRecipe) -> None:
+    model, x = mlp(), torch.randn(5, 7, 64)
+    ptq = copy.deepcopy(model)
+    quantize_(ptq, recipe)
+    base = model[0].weight.detach().clone()
+    quantize_(model, qat(recipe, lora_rank=4, lora_alpha=8.0))
+    assert compute_error(ptq(x), model(x)) > 70, "b is zero: it starts from the quantized base"
+    losses = fit(model, 8)
+    assert losses[-1] < losses[0]
+    assert torch.equal(model[0].weight, base)
+    merged = (base + 2 * model[0].lora_b @ model[0].lora_a).detach()
+    assert 5 < compute_error(merged, base) < 60
+    quantize_(model, convert())
+    assert torch.equal(model[0].weight.dequantize(), recipe.apply(merged).dequantize())
+
+
+def test_errors_and_gradients() -> None:
+    model = mlp()
+    quantize_(model, qat(LORA_RECIPES[0], lora_rank=4))
+    assert isinstance(model[0], LoRALinear)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained == ["0.bias", "0.lora_a", "0.lora_b", "2.lora_a", "2.lora_b"]
+    assert (model[0].lora_a.shape, model[0].lora_b.shape) == ((4, 64), (96, 4))
+    layer, x = nn.Linear(64, 96), torch.randn(5, 64)
+    quantize_(layer, qat(LORA_RECIPES[1], lora_rank=4, lora_alpha=2.0))
+    nn.init.normal_(layer.lora_b)
+    g = torch.randn(5, 96)
+    spec = LORA_RECIPES[1].linear_spec()
+    w = (layer.weight + 0.5 * layer.lora_b @ layer.lora_a).detach().requires_grad_()
+    whole = w + (spec.weight.fake_quantize(w) - w).detach()
+    (of_w,) = torch.autograd.grad(functional.linear(spec.activation.fake_quantize(x), whole, layer.bias), w, g)
+    of_a, of_b = torch.autograd.grad(layer(x), [layer.lora_a, layer.lora_b], g)
+    assert compute_error(0.5 * layer.lora_b.t() @ of_w, of_a) > 100
+    assert compute_error(0.5 * of_w @ layer.lora_a.t(), of_b) > 100
+    recipe = LORA_RECIPES[1]
+    refuses(r"lora_qat: recipe takes an inference recipe .*, got 4", lambda: lora_qat(4, 4), TypeError)
+    for rank, alpha, message in (
+        (0, 8.0, "the rank of adapters is 1 or more, got 0"),
+        (4, -1.0, "alpha is a positive number, got -1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            qat(recipe, lora_rank=rank, lora_alpha=alpha)
+    refuses("adapters have no schedule and no observer", lambda: qat(recipe, lora_rank=4, start_step=10))
+    model = nn.ModuleDict({"embed": nn.Embedding(48, 64), "head": nn.Linear(64, 48)})
+    with pytest.raises(ValueError, match=r"embed: adapters are for nn\.Linear, exactly"):
+        quantize_(model, {"embed": qat(recipe, lora_rank=4)})
+    refuses(r"head: rank 49 exceeds the weight's shape \(48, 64\)", lambda: quantize_(model, qat(recipe, lora_rank=49)))
+    model["other"] = nn.Linear(64, 48)
+    model["other"].weight = model["head"].weight
+    with pytest.raises(ValueError, match="head: adapters are for one layer, the weight is shared by 2"):
+        quantize_(model, qat(recipe, lora_rank=4))
+    assert type(model["head"]) is nn.Linear

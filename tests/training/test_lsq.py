@@ -15,10 +15,11 @@ from qtorch.training import calibrate, clip_penalty, convert, lsq, pact, paramet
 from qtorch.training.quantization_aware.layers import FakeQuantizedLinear
 from qtorch.training.quantization_aware.learned import LearnedClip, LearnedStep
 from tests.movement.holding import through_file
+from tests.refusals import refuses
 from tests.training.small_model import fit, mlp
 
 
-def test_a_learned_recipe_starts_as_quantization_after_training() -> None:
+def test_starts_and_zeros() -> None:
     for recipe in (int4_weight_only(group_size=32), qtorch.int8_dynamic_activation_int4_weight(), int8_weight_only()):
         model = mlp()
         twin = copy.deepcopy(model)
@@ -30,6 +31,20 @@ def test_a_learned_recipe_starts_as_quantization_after_training() -> None:
             for ours, theirs in zip(prepared[0].weight.plain(), twin[0].weight.plain()):
                 assert (ours is None and theirs is None) or torch.equal(ours, theirs)
             assert prepared[0].weight.scheme == twin[0].weight.scheme
+    layer = nn.Linear(64, 32)
+    with torch.no_grad():
+        layer.weight[:16].zero_()
+    quantize_(layer, lsq(4, None))
+    scale = layer.weight_quantizer.initial_scale
+    torch.testing.assert_close(scale[:16], scale[16:].mean().expand(16, 1))
+    for recipe in (lsq(4, None), lsq(recipe=int8_weight_only())):
+        model = nn.Sequential(nn.Linear(64, 64))
+        nn.init.zeros_(model[0].weight)
+        quantize_(model, recipe)
+        fit(model)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        quantize_(model, convert())
+        assert model[0].weight.dequantize().count_nonzero() > 0 or recipe.recipe is None
 
 
 def test_steps_are_moved_as_the_paper_moves_them() -> None:
@@ -89,10 +104,8 @@ def test_the_first_batch_or_calibration_starts_activations() -> None:
     other.load_state_dict(calibrated.state_dict())
     for model in (calibrated, other):
         quantize_(model, lsq())
-        with pytest.raises(ValueError, match="no scale yet: train on a batch, or call"):
-            model.eval()(batches[0])
-        with pytest.raises(ValueError, match="0: no input has been seen"):
-            quantize_(model, convert())
+        refuses("no scale yet: train on a batch, or call", lambda model=model: model.eval()(batches[0]))
+        refuses("0: no input has been seen", lambda model=model: quantize_(model, convert()))
         model.train()
     assert calibrate(calibrated, batches) == 2
     other(batches[0])
@@ -103,30 +116,11 @@ def test_the_first_batch_or_calibration_starts_activations() -> None:
     start = other[0].input_quantizer.initial_scale.clone()
     other(batches[1])
     assert torch.equal(other[0].input_quantizer.initial_scale, start), "the first batch only"
-    with pytest.raises(ValueError, match="there is no batch"):
-        calibrate(calibrated, [])
-    with pytest.raises(ValueError, match="no layer of the model is prepared"):
-        calibrate(mlp(), batches)
+    refuses("there is no batch", lambda: calibrate(calibrated, []))
+    refuses("no layer of the model is prepared", lambda: calibrate(mlp(), batches))
 
 
-def test_weights_that_start_at_zero_learn() -> None:
-    layer = nn.Linear(64, 32)
-    with torch.no_grad():
-        layer.weight[:16].zero_()
-    quantize_(layer, lsq(4, None))
-    scale = layer.weight_quantizer.initial_scale
-    torch.testing.assert_close(scale[:16], scale[16:].mean().expand(16, 1))
-    for recipe in (lsq(4, None), lsq(recipe=int8_weight_only())):
-        model = nn.Sequential(nn.Linear(64, 64))
-        nn.init.zeros_(model[0].weight)
-        quantize_(model, recipe)
-        fit(model)
-        assert all(parameter.isfinite().all() for parameter in model.parameters())
-        quantize_(model, convert())
-        assert model[0].weight.dequantize().count_nonzero() > 0 or recipe.recipe is None
-
-
-def test_state_that_is_copied_into_the_buffers_is_kept() -> None:
+def test_states_and_learned_clips() -> None:
     first, second = mlp(), mlp()
     for model in (first, second):
         quantize_(model, lsq())
@@ -136,9 +130,24 @@ def test_state_that_is_copied_into_the_buffers_is_kept() -> None:
             ours.copy_(theirs)
     x = torch.randn(5, 64)
     assert torch.equal(second.train()(x), first.train()(x))
+    layer = nn.Linear(64, 8)
+    quantize_(layer, lsq(recipe=qtorch.uintx_weight_only("uint4", 32), weights="clip"))
+    quantizer = layer.weight_quantizer
+    assert isinstance(quantizer, LearnedClip)
+    scale, zero_point = quantizer.converted_qparams(layer.weight)
+    doubled, same = quantizer.converted_qparams(layer.weight.detach() * 2)
+    torch.testing.assert_close(doubled, 2 * scale)
+    assert torch.equal(same, zero_point)
+    with torch.no_grad():
+        quantizer.log_clip.fill_(-0.5)
+        quantizer.log_clip_low.fill_(-0.5)
+    torch.testing.assert_close(quantizer.converted_qparams(layer.weight)[0], scale * torch.tensor(-0.5).exp())
+    layer(torch.randn(4, 64)).square().sum().backward()
+    assert quantizer.log_clip.grad.count_nonzero() > 12
+    assert quantizer.log_clip_low.grad.count_nonzero() > 12
 
 
-def test_edges_have_more_bits() -> None:
+def test_edges_and_tied_weights() -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     report = quantize_(model, lsq(2, 3, edge_bits=8))
     specs = [layer.linear_spec for layer in model]
@@ -151,9 +160,21 @@ def test_edges_have_more_bits() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     quantize_(model, lsq(2, None, edge_bits=8))
     assert [(layer.linear_spec.weight.dtype.bits, layer.linear_spec.activation) for layer in model] == [(8, None)] * 2
+    model = nn.ModuleDict({"embed": nn.Embedding(40, 64), "head": nn.Linear(64, 40, bias=False)})
+    model["head"].weight = model["embed"].weight
+    report = quantize_(model, lsq())
+    assert [row.also for row in report.quantized] == [("embed.weight",)]
+    assert model["embed"].weight_quantizer is model["head"].weight_quantizer
+    model = mlp()
+    model.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    quantize_(model, lsq(2, 2))
+    fit(model)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert model[0].weight_quantizer.log_scale.count_nonzero() > 90
 
 
-def test_parameter_groups() -> None:
+def test_groups_scales_and_names() -> None:
     model = mlp()
     quantize_(model, lsq(activation_offset=True))
     own, scales = parameter_groups(model, lr=0.1, weight_decay=0.2, scale_lr=0.01)
@@ -164,10 +185,16 @@ def test_parameter_groups() -> None:
     learned = ("weight_quantizer.log_scale", "input_quantizer.log_scale", "input_quantizer.shift")
     assert {names[id(p)] for p in scales["params"]} == {f"{i}.{name}" for i in (0, 2) for name in learned}
     assert len(parameter_groups(mlp(), lr=0.1)) == 1
+    model = mlp()
+    quantize_(model, lsq())
+    model.to(torch.bfloat16)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert {t.dtype for name, t in model.state_dict().items() if "quantizer" in name} == {torch.float32}
+    fit(model)
+    assert str(lsq(recipe=int4_weight_only(group_size=32))) == "lsq(recipe=int4_weight_only(group_size=32))"
 
 
 def test_training_continues_exactly_after_load_state_dict(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     first = mlp()
     quantize_(first, lsq(2, 2, activation_offset=True))
     fit(first, 3)
@@ -193,28 +220,7 @@ def test_training_continues_exactly_after_load_state_dict(tmp_path: Path) -> Non
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
 
 
-def test_scales_stay_in_fp32() -> None:
-    model = mlp()
-    quantize_(model, lsq())
-    model.to(torch.bfloat16)
-    assert model[0].weight.dtype == torch.bfloat16
-    assert {t.dtype for name, t in model.state_dict().items() if "quantizer" in name} == {torch.float32}
-    fit(model)
-
-
-def test_names_are_short() -> None:
-    assert str(lsq(recipe=int4_weight_only(group_size=32))) == "lsq(recipe=int4_weight_only(group_size=32))"
-
-
-def test_tied_weights_share_their_quantizers() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(40, 64), "head": nn.Linear(64, 40, bias=False)})
-    model["head"].weight = model["embed"].weight
-    report = quantize_(model, lsq())
-    assert [row.also for row in report.quantized] == [("embed.weight",)]
-    assert model["embed"].weight_quantizer is model["head"].weight_quantizer
-
-
-def test_an_embedding_asked_for_by_name() -> None:
+def test_embeddings_and_what_is_refused() -> None:
     model, ids = nn.Sequential(nn.Embedding(40, 64, padding_idx=3), nn.Linear(64, 8)), torch.arange(40)
     quantize_(model, {"0": lsq(4, 8), "1": lsq(2, 2)})
     assert model[0].linear_spec.activation is None
@@ -227,16 +233,19 @@ def test_an_embedding_asked_for_by_name() -> None:
     quantize_(model, convert())
     assert torch.equal(model[0](ids), wanted)
     assert model[0].weight.scheme.activation is None
-
-
-def test_a_frozen_weight_learns_its_steps_only() -> None:
-    model = mlp()
-    model.requires_grad_(False)
-    before = copy.deepcopy(model.state_dict())
-    quantize_(model, lsq(2, 2))
-    fit(model)
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    assert model[0].weight_quantizer.log_scale.count_nonzero() > 90
+    for bits in ((1, 4), (4, 9), (16, 4)):
+        refuses("is 2 to 8", lambda bits=bits: lsq(*bits))
+    for recipe, message in (
+        (float8_weight_only(), "are not integers"),
+        (qtorch.nf4_weight_only(), "are not integers"),
+        (qtorch.nvfp4_weight_only(), "are not integers"),
+        (qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), "prunes its weights"),
+    ):
+        refuses(message, lambda recipe=recipe: lsq(recipe=recipe))
+    refuses(r"weight_bits is what int8_weight_only\(\) says; leave it out", lambda: lsq(8, recipe=int8_weight_only()))
+    refuses("weights is one of step, clip, chosen, got 'lsq'", lambda: lsq(weights="lsq"))
+    layer = nn.Embedding(8, 64, sparse=True)
+    refuses("sparse=True", lambda: quantize_(nn.Sequential(layer), {"0": lsq()}))
 
 
 def test_the_model_is_unchanged_after_a_dry_run_or_an_error() -> None:
@@ -249,8 +258,7 @@ def test_the_model_is_unchanged_after_a_dry_run_or_an_error() -> None:
     def check() -> None:
         assert before == ([type(m) for m in model], [id(p) for p in model.parameters()], list(model.state_dict()))
 
-    with pytest.raises(ValueError, match=r"1: takes the weights of nn.Linear, nn.Embedding.*Subclass\n.*unchanged"):
-        quantize_(model, lsq())
+    refuses(r"1: takes the weights of nn.Linear, nn.Embedding.*Subclass\n.*unchanged", lambda: quantize_(model, lsq()))
     check()
     report = quantize_(model, lsq(), lambda module, name: name != "1", dry_run=True)
     check()
@@ -259,10 +267,8 @@ def test_the_model_is_unchanged_after_a_dry_run_or_an_error() -> None:
         quantize_(model, {"0": lsq(granularity=PerGroup(48)), "2": lsq()})
     check()
     quantize_(model, {"0": lsq()})
-    with pytest.raises(ValueError, match=r"0: is in training; finish it by convert\(\) first"):
-        quantize_(model, {"0": int8_weight_only()})
-    with pytest.raises(ValueError, match=r"0: is in training; finish it by convert\(\) first"):
-        quantize_(model, {"0": lsq(weight_bits=3)})
+    refuses(r"0: is in training; finish it by convert\(\) first", lambda: quantize_(model, {"0": int8_weight_only()}))
+    refuses(r"0: is in training; finish it by convert\(\) first", lambda: quantize_(model, {"0": lsq(weight_bits=3)}))
     assert not quantize_(model, {"0": lsq()}).quantized
     calibrate(model, [torch.randn(8, 64)])
     dry = quantize_(model, convert(), dry_run=True)
@@ -272,27 +278,6 @@ def test_the_model_is_unchanged_after_a_dry_run_or_an_error() -> None:
     check_after = [type(m) for m in model]
     assert check_after == before[0]
     assert model[0].weight.scheme.layout == PackedLayout()
-
-
-def test_what_is_refused() -> None:
-    for bits in ((1, 4), (4, 9), (16, 4)):
-        with pytest.raises(ValueError, match="is 2 to 8"):
-            lsq(*bits)
-    for recipe, message in (
-        (float8_weight_only(), "are not integers"),
-        (qtorch.nf4_weight_only(), "are not integers"),
-        (qtorch.nvfp4_weight_only(), "are not integers"),
-        (qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), "prunes its weights"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            lsq(recipe=recipe)
-    with pytest.raises(ValueError, match=r"weight_bits is what int8_weight_only\(\) says; leave it out"):
-        lsq(8, recipe=int8_weight_only())
-    with pytest.raises(ValueError, match="weights is one of step, clip, chosen, got 'lsq'"):
-        lsq(weights="lsq")
-    layer = nn.Embedding(8, 64, sparse=True)
-    with pytest.raises(ValueError, match="sparse=True"):
-        quantize_(nn.Sequential(layer), {"0": lsq()})
 
 
 def test_pact_clips_less_of_what_is_penalized() -> None:
@@ -311,31 +296,11 @@ def test_pact_clips_less_of_what_is_penalized() -> None:
     total.backward()
     torch.optim.SGD(quantizer.parameters(), 1e-3).step()
     assert quantizer.largest().item() < before
-    with pytest.raises(ValueError, match="prepared by pact"):
-        clip_penalty(mlp())
-
-
-def test_learned_clips_follow_the_weight() -> None:
-    layer = nn.Linear(64, 8)
-    quantize_(layer, lsq(recipe=qtorch.uintx_weight_only("uint4", 32), weights="clip"))
-    quantizer = layer.weight_quantizer
-    assert isinstance(quantizer, LearnedClip)
-    scale, zero_point = quantizer.converted_qparams(layer.weight)
-    doubled, same = quantizer.converted_qparams(layer.weight.detach() * 2)
-    torch.testing.assert_close(doubled, 2 * scale)
-    assert torch.equal(same, zero_point)
-    with torch.no_grad():
-        quantizer.log_clip.fill_(-0.5)
-        quantizer.log_clip_low.fill_(-0.5)
-    torch.testing.assert_close(quantizer.converted_qparams(layer.weight)[0], scale * torch.tensor(-0.5).exp())
-    layer(torch.randn(4, 64)).square().sum().backward()
-    assert quantizer.log_clip.grad.count_nonzero() > 12
-    assert quantizer.log_clip_low.grad.count_nonzero() > 12
+    refuses("prepared by pact", lambda: clip_penalty(mlp()))
 
 
 def test_two_bits_learn() -> None:
     """Sixty clusters in ten classes: after training, LSQ is near the float model; minima and maxima are far from it."""
-    torch.manual_seed(0)
     centers = torch.randn(60, 64)
 
     def batch(count: int, seed: int) -> tuple[Tensor, Tensor]:

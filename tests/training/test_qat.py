@@ -18,6 +18,7 @@ from qtorch.training import convert, qat
 from qtorch.training.quantization_aware.converted import sums_integers
 from qtorch.training.quantization_aware.qat_weight import FakeQuantizedWeight
 from tests.every_recipe import NAMES, make
+from tests.refusals import refuses
 from tests.training.small_model import fit, mlp
 
 every_recipe = pytest.mark.parametrize("name", NAMES)
@@ -85,25 +86,6 @@ def test_gradients_are_those_of_explicit_fake_quantization(name: str) -> None:
         assert compute_error(b, a) > 100
     if scale is not None:
         assert 0 < (wanted[0] == 0).float().mean() < 0.2
-
-
-def test_what_a_scale_clips_has_no_gradient() -> None:
-    recipe, layer = qtorch.int8_weight_only(scale_rule=PercentileRule(90.0)), nn.Linear(64, 96)
-    weight = layer.weight.detach().clone()
-    quantize_(layer, qat(recipe))
-    (grad,) = torch.autograd.grad(layer(torch.randn(5, 64)).sum(), layer.weight)
-    scale, _ = recipe.linear_spec().weight.choose_qparams(weight)
-    clipped = (weight / scale).round().abs() > 127
-    assert 0.02 < clipped.float().mean() < 0.15
-    assert torch.equal(grad == 0, clipped)
-
-
-def test_pruned_elements_have_no_gradient() -> None:
-    recipe, layer = make("int8_dynamic_activation_int8_semi_sparse_weight"), nn.Linear(64, 96)
-    kept = prune_2_4(layer.weight.detach()) != 0
-    quantize_(layer, qat(recipe))
-    (grad,) = torch.autograd.grad(layer(torch.randn(5, 64)).sum(), layer.weight)
-    assert torch.equal(grad != 0, kept)
 
 
 @pytest.mark.parametrize("name", ["int8_dynamic_activation_int4_weight", "nvfp4_weight_only", "nf4_weight_only"])
@@ -187,7 +169,7 @@ def test_multi_head_attention(same: bool) -> None:
     assert torch.equal(model(x, other, other)[0], wanted)
 
 
-def test_parts_of_a_weight() -> None:
+def test_parts_of_a_weight_and_what_has_no_gradient() -> None:
     """Rows have codes of their own; parts of rows, or of a weight with one scale, have not."""
     layer, x = nn.Linear(64, 96, bias=False), torch.randn(5, 64)
     quantize_(layer, qat(make("int8_dynamic_activation_int4_weight")))
@@ -201,15 +183,19 @@ def test_parts_of_a_weight() -> None:
     quantize_(layer, qat(make("float8_static_activation_float8_weight")))
     with pytest.raises(ValueError, match="depend on the rest of the weight; multiply the whole of it"):
         functional.linear(x, layer.weight[:32])
-
-
-def test_a_product_with_sums_of_a_weight_is_an_error() -> None:
-    model, x = Experts(), torch.randn(4, 64)
-    quantize_(model, {"up": qat(make("int8_weight_only"))})
-    with pytest.raises(NotImplementedError, match="this is another product, or a product with sums of the weight"):
-        torch.einsum("mk,ekn->mn", x, model.up)
-    with pytest.raises(NotImplementedError, match=r"aten\.mm\.default with a weight in training would run in full"):
-        torch.ops.aten.mm(x, model.up[0])
+    recipe, layer = qtorch.int8_weight_only(scale_rule=PercentileRule(90.0)), nn.Linear(64, 96)
+    weight = layer.weight.detach().clone()
+    quantize_(layer, qat(recipe))
+    (grad,) = torch.autograd.grad(layer(torch.randn(5, 64)).sum(), layer.weight)
+    scale, _ = recipe.linear_spec().weight.choose_qparams(weight)
+    clipped = (weight / scale).round().abs() > 127
+    assert 0.02 < clipped.float().mean() < 0.15
+    assert torch.equal(grad == 0, clipped)
+    recipe, layer = make("int8_dynamic_activation_int8_semi_sparse_weight"), nn.Linear(64, 96)
+    kept = prune_2_4(layer.weight.detach()) != 0
+    quantize_(layer, qat(recipe))
+    (grad,) = torch.autograd.grad(layer(torch.randn(5, 64)).sum(), layer.weight)
+    assert torch.equal(grad != 0, kept)
 
 
 def test_which_kernels_run(each_library: str) -> None:
@@ -243,35 +229,30 @@ def test_compute_dtype(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(codes(model[0].weight), codes(exact[0].weight)))
 
 
-def test_bad_arguments() -> None:
-    with pytest.raises(TypeError, match="takes an inference recipe such as int4_weight_only"):
-        qat(convert())
-    with pytest.raises(ValueError, match=r"compute_dtype is a floating-point dtype or None, got torch\.int8"):
-        qat(qtorch.int8_weight_only(), compute_dtype=torch.int8)
-    with pytest.raises(ValueError, match="would search its scales anew in each step"):
-        qat(qtorch.int4_weight_only(use_hqq=True))
-    with pytest.raises(ValueError, match="compute_dtype takes affine codes"):
-        qat(qtorch.nf4_weight_only(), compute_dtype=torch.bfloat16)
-
-
-def test_errors_name_the_module_and_leave_the_model() -> None:
+def test_errors_leave_the_model() -> None:
     model = nn.Sequential(nn.Linear(64, 8), nn.ModuleDict({"down": nn.Linear(40, 33)}))
     before = [model[0].weight, model[1]["down"].weight]
     with pytest.raises(ValueError, match=r"1.down: block_size \(1, 32\) does not divide shape \(33, 40\)"):
         quantize_(model, qat(qtorch.int4_weight_only(group_size=32)))
     assert model[0].weight is before[0]
     quantize_(model[0], qat(qtorch.int8_weight_only()))
-    with pytest.raises(ValueError, match="0: is already quantized: FakeQuantizedWeight"):
-        quantize_(model, qat(qtorch.float8_weight_only()))
+    refuses("0: is already quantized: FakeQuantizedWeight", lambda: quantize_(model, qat(qtorch.float8_weight_only())))
     on_meta = nn.Linear(64, 8, device="meta")  # its values come later
     quantize_(on_meta, qat(qtorch.int8_weight_only()))
     assert on_meta.weight.is_meta
-
-
-def test_values_that_cannot_be_converted_are_named() -> None:
+    refuses("takes an inference recipe such as int4_weight_only", lambda: qat(convert()), TypeError)
+    with pytest.raises(ValueError, match=r"compute_dtype is a floating-point dtype or None, got torch\.int8"):
+        qat(qtorch.int8_weight_only(), compute_dtype=torch.int8)
+    refuses("would search its scales anew in each step", lambda: qat(qtorch.int4_weight_only(use_hqq=True)))
+    refuses("compute_dtype takes affine codes", lambda: qat(qtorch.nf4_weight_only(), compute_dtype=torch.bfloat16))
     model = mlp()
     quantize_(model, qat(qtorch.int8_weight_only()))
     with torch.no_grad():
         model[2].weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="2: has 1 values of 6144 that are NaN or infinite"):
-        quantize_(model, convert())
+    refuses("2: has 1 values of 6144 that are NaN or infinite", lambda: quantize_(model, convert()))
+    model, x = Experts(), torch.randn(4, 64)
+    quantize_(model, {"up": qat(make("int8_weight_only"))})
+    with pytest.raises(NotImplementedError, match="this is another product, or a product with sums of the weight"):
+        torch.einsum("mk,ekn->mn", x, model.up)
+    with pytest.raises(NotImplementedError, match=r"aten\.mm\.default with a weight in training would run in full"):
+        torch.ops.aten.mm(x, model.up[0])

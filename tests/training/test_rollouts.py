@@ -82,14 +82,7 @@ def test_over_1000_tokens_are_those_of_the_trainer_before_and_after_updates(reci
     assert pointers == {name: p.qdata.data_ptr() for name, p in sampler.named_parameters() if hasattr(p, "qdata")}
 
 
-def test_without_it_they_differ() -> None:
-    trainer, sampler = both("w8a8")
-    found = [difference(trainer, sampler, [3, 9, 1, 6, 4], 12, seed) for seed in range(3)]
-    assert 0 < max(found) < 1e-4
-
-
 def test_functions_are_those_of_torch_and_do_not_depend_on_the_batch() -> None:
-    torch.manual_seed(0)
     x, w = torch.randn(5, 7, 33), torch.randn(9, 33)
     functions = {
         "sum": lambda x: x.sum(-1, keepdim=True),
@@ -125,14 +118,14 @@ def test_functions_are_those_of_torch_and_do_not_depend_on_the_batch() -> None:
     torch.testing.assert_close(y, functional.scaled_dot_product_attention(q, k, k, **options))
 
 
-def test_zeros_anywhere_change_no_bit() -> None:
+def test_zeros_and_errors() -> None:
     x = torch.randn(4, 33)
     padded = torch.cat([torch.zeros(4, 5), x[:, :10], torch.zeros(4, 3), x[:, 10:], torch.zeros(4, 40)], -1)
     with batch_invariant():
         assert torch.equal(padded.sum(-1), x.sum(-1))
-
-
-def test_errors() -> None:
+    trainer, sampler = both("w8a8")
+    found = [difference(trainer, sampler, [3, 9, 1, 6, 4], 12, seed) for seed in range(3)]
+    assert 0 < max(found) < 1e-4
     trainer, sampler = both("w8a8")
     with pytest.raises(ValueError, match="trainer has no parameter"):
         sync_codes(trainer.model, sampler)

@@ -16,6 +16,7 @@ from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
 from qtorch.training import GemmSpec, QuantizationSchedule, TrainingSpec, convert, integer, lsq, qat, scheduled_qat
 from qtorch.training.quantization_aware.schedule import OPERANDS
+from tests.refusals import refuses
 from tests.training.small_model import fit, mlp
 
 PER_TENSOR = training.fully_quantized(8, 8, PerTensor())
@@ -63,7 +64,7 @@ def test_floating_point_until_the_start() -> None:
     assert not torch.equal(model[0](x), functional.linear(x, model[0].weight, model[0].bias)), "quantized in eval mode"
 
 
-def test_passes_count_where_no_optimizer_does() -> None:
+def test_passes_and_accumulation() -> None:
     model = model_of(training.scheduled_training(schedule=QuantizationSchedule(start_step=3)))
     for _ in range(5):
         model(torch.randn(4, 16))
@@ -78,10 +79,7 @@ def test_passes_count_where_no_optimizer_does() -> None:
     handle.remove()
     optimizer.step()
     assert model[0].contraction_state.step == 6
-
-
-def test_a_schedule_with_gradient_accumulation() -> None:
-    """Two passes for each step count once."""
+    # Two passes for each step count once.
     model = model_of(training.scheduled_training(schedule=QuantizationSchedule(start_step=1)))
     optimizer = sgd(model)
     training.advance_with(optimizer, model)
@@ -209,8 +207,6 @@ def test_the_same_schedule_for_qat() -> None:
 
 
 # --- observers ---
-
-
 def follow(observer: Any, batches: list[Tensor]) -> list[float]:
     """The bound of each batch, of one scale for the tensor."""
     layer = nn.Linear(batches[0].shape[1], 4)
@@ -224,16 +220,13 @@ def follow(observer: Any, batches: list[Tensor]) -> list[float]:
     return bounds
 
 
-def test_delayed_scaling() -> None:
+def test_delayed_scaling_and_weighted_stats() -> None:
     batches = [torch.randn(8, 16) for _ in range(6)]
     largest = [batch.abs().max().item() for batch in batches]
     wanted = [largest[0], *(max(largest[max(0, i - 3) : i]) for i in range(1, 6))]
     assert follow(delayed_scaling(3), batches) == pytest.approx(wanted)
     batches[2][0, 0] = torch.inf  # the row is left out, and the history stays
     assert all(bound < 10 for bound in follow(delayed_scaling(3), batches))
-
-
-def test_weighted_stats() -> None:
     batches = [torch.relu(torch.randn(8, 16)) for _ in range(4)]
     rate = 1 / 5
     sums = None
@@ -246,6 +239,10 @@ def test_weighted_stats() -> None:
     observer = weighted_stats(l1=0.5, lp=2, max_dev=0.25, constant=0.1, p=3, updates=5)
     assert follow(observer, batches) == pytest.approx(wanted, rel=1e-5)
     assert follow(weighted_stats(updates=1), batches) == pytest.approx([b.abs().max().item() for b in batches])
+    spec = TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8)))
+    model = model_of(training.scheduled_training(spec, STATIC))
+    refuses(r"the range of output\.lhs is not known: train first", lambda: quantize_(model, training.convert()))
+    refuses("no scale yet", lambda: model.eval()(torch.randn(2, 16)))
 
 
 def test_observers_of_aqt_calibrate() -> None:
@@ -294,22 +291,10 @@ ERRORS = {
 
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors(message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message]()
-
-
-def test_no_range_without_data() -> None:
-    spec = TrainingSpec(GemmSpec(integer(8, PerTensor()), integer(8)))
-    model = model_of(training.scheduled_training(spec, STATIC))
-    with pytest.raises(ValueError, match=r"the range of output\.lhs is not known: train first"):
-        quantize_(model, training.convert())
-    with pytest.raises(ValueError, match="no scale yet"):
-        model.eval()(torch.randn(2, 16))
+    refuses(message, lambda: ERRORS[message]())
 
 
 # --- layers with fake quantization ---
-
-
 W8A8 = qtorch.int8_static_activation_int8_weight(0.03)
 STATIC_FLOAT8 = qtorch.float8_static_activation_float8_weight(0.01)
 
@@ -332,7 +317,6 @@ RECIPES = [
 @pytest.mark.filterwarnings("ignore:qtorch")
 @pytest.mark.parametrize(("recipe", "integers"), RECIPES, ids=[f"{i} {case[0]}" for i, case in enumerate(RECIPES)])
 def test_float_then_fake_quantized_then_frozen(recipe, integers: bool) -> None:
-    torch.manual_seed(0)
     floats = mlp()
     model = copy.deepcopy(floats)
     quantize_(model, recipe)
@@ -361,7 +345,7 @@ def test_float_then_fake_quantized_then_frozen(recipe, integers: bool) -> None:
     assert 10 < compute_error(layer.weight.dequantize(), weight) < 60
 
 
-def test_eval_mode_serves_whatever_the_step() -> None:
+def test_eval_mode_and_what_is_refused() -> None:
     model, x = mlp(), torch.randn(9, 64)
     quantize_(model, scheduled_qat(qtorch.int8_dynamic_activation_int4_weight(), start_step=100))
     floats = model(x)
@@ -371,23 +355,22 @@ def test_eval_mode_serves_whatever_the_step() -> None:
     assert 10 < compute_error(floats, wanted) < 40
     quantize_(model, convert())
     assert torch.equal(model(x), wanted)
+    for arguments, message in (
+        ((qtorch.int8_weight_only(), -1), "start_step is -1"),
+        ((qtorch.int8_weight_only(), 5, 5), "freeze_step is 5, start_step 5"),
+        ((qtorch.int8_weight_only(), 0, None, "moving_average"), "no static activations to observe"),
+        ((W8A8, 0, None, "mean"), "observer is an observer such as"),
+        ((qtorch.nf4_weight_only(),), "CodebookSpec"),
+        ((qtorch.nvfp4_weight_only(), 0, 3), "cannot freeze"),
+        ((qtorch.int8_dynamic_activation_int8_semi_sparse_weight(),), "prunes its weights"),
+    ):
+        refuses(message, lambda arguments=arguments: scheduled_qat(*arguments))
+    for takes in (scheduled_qat, qat, lambda recipe: lsq(recipe=recipe)):
+        for recipe in ("int8", lsq()):
+            refuses("takes an inference recipe", lambda takes=takes, recipe=recipe: takes(recipe), TypeError)
 
 
-def test_scales_that_follow_pass_all_gradients_and_held_ones_do_not() -> None:
-    layer = nn.Linear(64, 32)
-    quantize_(layer, scheduled_qat(qtorch.int8_dynamic_activation_int4_weight(), freeze_step=1))
-    x = torch.randn(16, 64)
-    layer(x).sum().backward()
-    assert layer.weight.grad.count_nonzero() == layer.weight.numel()
-    layer.weight.grad = None
-    with torch.no_grad():
-        layer.weight[1, 1] = 3.0
-    layer(x).sum().backward()
-    assert layer.weight.grad[1, 1] == 0
-    assert layer.weight.grad.count_nonzero() > 1500
-
-
-def test_observed_ranges() -> None:
+def test_ranges_that_follow_and_held_ones() -> None:
     batches = [torch.full((2, 64), value) for value in (1.0, 3.0, 2.0)]
     for observer, wanted in ((moving_average(0.5), 2.0), ("min_max", 3.0)):
         layer = nn.Linear(64, 32)
@@ -399,29 +382,20 @@ def test_observed_ranges() -> None:
         torch.testing.assert_close(layer.weight.act_scale.item(), wanted / 127)
     layer = nn.Linear(64, 32)
     quantize_(layer, scheduled_qat(W8A8, observer="moving_average"))
-    with pytest.raises(ValueError, match="no input has been seen"):
-        quantize_(layer, convert())
-    with pytest.raises(ValueError, match="no scale yet: train on a batch, or call"):
-        layer.eval()(batches[0])
+    refuses("no input has been seen", lambda: quantize_(layer, convert()))
+    refuses("no scale yet: train on a batch, or call", lambda: layer.eval()(batches[0]))
     assert training.calibrate(layer, batches) == 1
     # Weights .99^2, .99, 1.
     torch.testing.assert_close(layer.input_quantizer.max_val.item(), (0.9801 + 2.97 + 2) / 2.9701)
     quantize_(layer, convert())
-
-
-def test_what_is_refused() -> None:
-    for arguments, message in (
-        ((qtorch.int8_weight_only(), -1), "start_step is -1"),
-        ((qtorch.int8_weight_only(), 5, 5), "freeze_step is 5, start_step 5"),
-        ((qtorch.int8_weight_only(), 0, None, "moving_average"), "no static activations to observe"),
-        ((W8A8, 0, None, "mean"), "observer is an observer such as"),
-        ((qtorch.nf4_weight_only(),), "CodebookSpec"),
-        ((qtorch.nvfp4_weight_only(), 0, 3), "cannot freeze"),
-        ((qtorch.int8_dynamic_activation_int8_semi_sparse_weight(),), "prunes its weights"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            scheduled_qat(*arguments)
-    for takes in (scheduled_qat, qat, lambda recipe: lsq(recipe=recipe)):
-        for recipe in ("int8", lsq()):
-            with pytest.raises(TypeError, match="takes an inference recipe"):
-                takes(recipe)
+    layer = nn.Linear(64, 32)
+    quantize_(layer, scheduled_qat(qtorch.int8_dynamic_activation_int4_weight(), freeze_step=1))
+    x = torch.randn(16, 64)
+    layer(x).sum().backward()
+    assert layer.weight.grad.count_nonzero() == layer.weight.numel()
+    layer.weight.grad = None
+    with torch.no_grad():
+        layer.weight[1, 1] = 3.0
+    layer(x).sum().backward()
+    assert layer.weight.grad[1, 1] == 0
+    assert layer.weight.grad.count_nonzero() > 1500

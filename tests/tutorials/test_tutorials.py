@@ -122,7 +122,7 @@ def test_print_op_and_shapes() -> None:
     assert training.count("    > int_matmul") == 5, "three products a layer, but the gradient of the model's input"
 
 
-def test_print_op_and_shapes_says_nothing_outside(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_op_and_shapes_and_trainable_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     net = print_op_and_shapes.model()
     with print_op_and_shapes.print_op_and_shapes():
         net[1](net[0].bias)
@@ -130,6 +130,17 @@ def test_print_op_and_shapes_says_nothing_outside(capsys: pytest.CaptureFixture[
     net[1](net[0].bias)
     assert inside.splitlines() == ["F.gelu(fp32[128])", "  aten.gelu.default(fp32[128]) -> fp32[128]"]
     assert capsys.readouterr().out == ""
+    # Both implementations agree, and both learn.
+    said: list[str] = []
+    results = trainable_tensor_subclass.main(["--short"], said.append)
+    for product, (against_float, by_hand) in results["products"].items():
+        assert by_hand > 110, product
+        assert against_float > 110 if product == "grad_weight" else 17 < against_float < 30
+    for name in ("float", "by hand", "by the spec"):
+        first, last, accuracy = results[name]
+        assert last < first / 2, name
+        assert 60 < accuracy <= 100, name
+    assert sum("loss" in line for line in said) >= 3 * 5
 
 
 @pytest.mark.slow
@@ -179,17 +190,3 @@ def test_qat_llama() -> None:
         assert len(set(found.values())) == len(found)
         assert all(1 < value < 256 for value in found.values())
     assert sum("recovered" in line for line in said) == sum(len(s.trains) for s in qat_llama.SCHEMES.values())
-
-
-def test_trainable_tensor_subclass() -> None:
-    """Both implementations agree, and both learn."""
-    said: list[str] = []
-    results = trainable_tensor_subclass.main(["--short"], said.append)
-    for product, (against_float, by_hand) in results["products"].items():
-        assert by_hand > 110, product
-        assert against_float > 110 if product == "grad_weight" else 17 < against_float < 30
-    for name in ("float", "by hand", "by the spec"):
-        first, last, accuracy = results[name]
-        assert last < first / 2, name
-        assert 60 < accuracy <= 100, name
-    assert sum("loss" in line for line in said) >= 3 * 5

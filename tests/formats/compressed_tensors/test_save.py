@@ -154,7 +154,7 @@ def test_what_no_scheme_serves_is_refused_by_name(recipe: Recipe, why: str, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_convolutions_and_bare_parameters_are_refused(tmp_path: Path) -> None:
+def test_convolutions_parameters_and_zero_points_that_are_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv1d(16, 16, 2))
     quantize_(model, {"0": int8_weight_only()})
     refuses(r"0\.weight: is the weight of a convolution", lambda: saved(model, tmp_path / "model"))
@@ -162,9 +162,6 @@ def test_convolutions_and_bare_parameters_are_refused(tmp_path: Path) -> None:
     bare.table = nn.Parameter(torch.randn(4, 16, 16))
     quantize_(bare, {"table": int8_weight_only()})
     refuses("table is quantized, but not the weight of a module", lambda: saved(bare, tmp_path / "model"))
-
-
-def test_zero_points_that_are_not_codes_are_refused() -> None:
     spec = qtorch.QuantSpec(torch.int4, mapping=qtorch.MappingType.ASYMMETRIC)  # type: ignore[arg-type]
     weight = AffineQuantizedTensor.from_float(torch.randn(16, 32), spec)
     codes, scale, zero_point = weight.plain()
@@ -188,7 +185,7 @@ def test_shards(limit: int, tmp_path: Path) -> None:
     check_loads(model, folder)
 
 
-def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
+def test_folders_paths_and_float_models(tmp_path: Path) -> None:
     model = quantized()
     folder = tmp_path / "model"
     saved(model, folder, max_shard_size=1)
@@ -197,19 +194,11 @@ def test_an_existing_folder_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     check_loads(model, folder)
-
-
-def test_a_failed_save_leaves_the_folder(tmp_path: Path) -> None:
-    model = quantized()
-    folder = tmp_path / "model"
     saved(model, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     refuses("look-up tables", lambda: saved(quantized(qtorch.nf4_weight_only()), folder))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_paths(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="file is a file; format 'compressed-tensors' is written to a folder"):
         saved(Model(), tmp_path / "file")
@@ -217,9 +206,6 @@ def test_paths(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="format 'gguf-ish' is not known; known are 'qtorch', 'awq', 'comp"):
         save_quantized(Model(), tmp_path / "model", format="gguf-ish")
     assert FORMAT in SAVE_FORMATS
-
-
-def test_a_state_dict_and_a_float_model(tmp_path: Path) -> None:
     model = Model()
     config = saved(model, tmp_path / "floats")
     assert config["config_groups"] == {}
@@ -228,8 +214,19 @@ def test_a_state_dict_and_a_float_model(tmp_path: Path) -> None:
     check_loads(model, tmp_path / "state")
 
 
-def test_a_checkpoint_is_continued() -> None:
-    """As after a kill: another object continues from the progress, which is JSON."""
+def test_tied_weights_and_continued_checkpoints(tmp_path: Path) -> None:
+    """A tied head is not stored, and has to be ignored all the same; vLLM ties floats only."""
+    model = Model()
+    model.lm_head.weight = model.embed_tokens.weight
+    quantize_(model, {r"layers\..*": INT4})
+    assert saved(model, tmp_path / "model")["ignore"] == ["embed_tokens", "lm_head"]
+    streamed = save_format(FORMAT, {"tie_word_embeddings": True})
+    streamed.store("embed_tokens.weight", model.embed_tokens.weight)
+    assert streamed.config()["ignore"] == ["embed_tokens", "lm_head"]
+    quantize_(model, {"embed_tokens": INT4})
+    with pytest.raises(ValueError, match=r"lm_head\.weight is tied to embed_tokens\.weight, which is quantized"):
+        saved(model, tmp_path / "tied")
+    # As after a kill: another object continues from the progress, which is JSON.
     model = quantized({r"layers\..*mlp.*": INT4, r"layers\..*attn.*": INT8}, layers=2)
     tensors = list(model.state_dict().items())
     whole = save_format(FORMAT)
@@ -244,17 +241,3 @@ def test_a_checkpoint_is_continued() -> None:
         continued.store(name, tensor)
     assert continued.config() == whole.config()
     refuses("not the progress of a compressed-tensors checkpoint", lambda: continued.resume({"quantized": 3}))
-
-
-def test_tied_weights(tmp_path: Path) -> None:
-    """A tied head is not stored, and has to be ignored all the same; vLLM ties floats only."""
-    model = Model()
-    model.lm_head.weight = model.embed_tokens.weight
-    quantize_(model, {r"layers\..*": INT4})
-    assert saved(model, tmp_path / "model")["ignore"] == ["embed_tokens", "lm_head"]
-    streamed = save_format(FORMAT, {"tie_word_embeddings": True})
-    streamed.store("embed_tokens.weight", model.embed_tokens.weight)
-    assert streamed.config()["ignore"] == ["embed_tokens", "lm_head"]
-    quantize_(model, {"embed_tokens": INT4})
-    with pytest.raises(ValueError, match=r"lm_head\.weight is tied to embed_tokens\.weight, which is quantized"):
-        saved(model, tmp_path / "tied")

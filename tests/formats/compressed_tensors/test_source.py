@@ -42,7 +42,7 @@ def model() -> nn.ModuleDict:
     return nn.ModuleDict({"a": nn.Linear(64, 32, bias=False), "b": nn.Linear(32, 64, bias=False)})
 
 
-def test_contents_are_known_without_data(tmp_path: Path) -> None:
+def test_contents_groups_and_zero_points(tmp_path: Path) -> None:
     folder = write(tmp_path, INT4)
     stored = load_file(folder / "model.safetensors")
     with open_source(folder) as source:
@@ -54,6 +54,19 @@ def test_contents_are_known_without_data(tmp_path: Path) -> None:
         assert contents.scheme is not None
         assert str(contents.scheme.spec) == "weight uint4 PerGroup(group_size=32) asymmetric"
         assert source.tensor("a.weight").scheme == contents.scheme  # type: ignore[attr-defined]
+
+    # Old files have zero points that are all zero.
+    def change(tensors: Tensors, config: Config, value: int = 0) -> None:
+        tensors["a.weight_zero_point"] = torch.full((32, 2), value, dtype=torch.int8)
+
+    load_quantized(model(), write(tmp_path, "int4 in groups", change))
+    with pytest.raises(ValueError, match=r"a\.weight: is symmetric, but has zero points that are not zero"):
+        load_quantized(model(), write(tmp_path, "int4 in groups", lambda tensors, config: change(tensors, config, 3)))
+    folder = write(tmp_path, INT4)
+    loaded, other = model(), model()
+    load_quantized(loaded, folder)
+    load_quantized(other, folder / "model.safetensors")
+    assert torch.equal(loaded["a"].weight.dequantize(), other["a"].weight.dequantize())
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -93,7 +106,7 @@ def test_groups_by_name_pattern_and_class(tmp_path: Path) -> None:
         load_quantized(model(), write(tmp_path, INT4, with_pattern))
 
 
-def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+def test_what_is_left_out_and_written_again(tmp_path: Path) -> None:
     def change(tensors: Tensors, config: Config) -> None:
         config["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
         tensors["self_attn.k_scale"] = torch.ones(1)
@@ -103,9 +116,16 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match="not read: 1 scales of the KV cache.*; the inputs of some layers"):
         load_quantized(model(), write(tmp_path, "NVFP4", change))
+    # Another packing, another version: the same numbers.
+    loaded, again = model(), model()
+    load_quantized(loaded, write(tmp_path, INT4))
+    save_quantized(loaded, tmp_path / "again", format="compressed-tensors")
+    load_quantized(again, tmp_path / "again")
+    for name in ("a", "b"):
+        assert torch.equal(loaded[name].weight.dequantize(), again[name].weight.dequantize())
 
 
-def test_any_scale_of_nvfp4_is_read_exactly(tmp_path: Path) -> None:
+def test_scales_and_groups_out_of_order(tmp_path: Path) -> None:
     """A divisor with an exact inverse keeps the scales quantized, another gives the scales in fp32."""
     for divisor, is_kept in ((512.0, True), (1000.1, False)):
 
@@ -124,8 +144,6 @@ def test_any_scale_of_nvfp4_is_read_exactly(tmp_path: Path) -> None:
     zero = torch.zeros(2, dtype=torch.float8_e4m3fn)
     assert multiplier_of(torch.tensor(2.0), zero) is None
 
-
-def test_groups_in_the_order_of_columns_may_be_written_out(tmp_path: Path) -> None:
     def change(tensors: Tensors, config: Config) -> None:
         tensors["a.weight_g_idx"] = (torch.arange(64) // 32).to(torch.int32)
         tensors["b.weight_g_idx"] = torch.zeros(32, dtype=torch.int32)
@@ -215,32 +233,3 @@ def test_damage_is_an_error_that_names_file_and_module(word: str, change: Change
         load_quantized(loaded, folder)
     assert str(folder) in str(caught.value)
     assert all(torch.equal(a, b) for a, b in zip(before, loaded.parameters(), strict=True))
-
-
-def test_symmetric_weights_with_zero_points(tmp_path: Path) -> None:
-    """Old files have zero points that are all zero."""
-
-    def change(tensors: Tensors, config: Config, value: int = 0) -> None:
-        tensors["a.weight_zero_point"] = torch.full((32, 2), value, dtype=torch.int8)
-
-    load_quantized(model(), write(tmp_path, "int4 in groups", change))
-    with pytest.raises(ValueError, match=r"a\.weight: is symmetric, but has zero points that are not zero"):
-        load_quantized(model(), write(tmp_path, "int4 in groups", lambda tensors, config: change(tensors, config, 3)))
-
-
-def test_a_file_in_the_folder_is_enough(tmp_path: Path) -> None:
-    folder = write(tmp_path, INT4)
-    loaded, other = model(), model()
-    load_quantized(loaded, folder)
-    load_quantized(other, folder / "model.safetensors")
-    assert torch.equal(loaded["a"].weight.dequantize(), other["a"].weight.dequantize())
-
-
-def test_what_was_read_is_written_again(tmp_path: Path) -> None:
-    """Another packing, another version: the same numbers."""
-    loaded, again = model(), model()
-    load_quantized(loaded, write(tmp_path, INT4))
-    save_quantized(loaded, tmp_path / "again", format="compressed-tensors")
-    load_quantized(again, tmp_path / "again")
-    for name in ("a", "b"):
-        assert torch.equal(loaded[name].weight.dequantize(), again[name].weight.dequantize())

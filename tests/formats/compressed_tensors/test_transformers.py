@@ -108,13 +108,29 @@ def test_from_pretrained_has_the_same_numbers(recipe: WeightRecipe, tmp_path: Pa
         assert float(own) <= 2**-6
 
 
-def test_asymmetric_weights_need_dequantize(tmp_path: Path) -> None:
+def test_asymmetric_weights_mixtral_and_tied_weights(tmp_path: Path) -> None:
     """compressed-tensors 0.20 makes parameters for unpacked zero points; its decompression is right."""
     folder = tmp_path / "model"
     model = quantized(llama(), qtorch.int4_weight_only(group_size=32), folder)
     config = transformers.CompressedTensorsConfig(dequantize=True)
     loaded = pretrained(folder, quantization_config=config)
     check_equal(loaded, model)
+    quantized(mixtral(), int8_weight_only(), tmp_path / "mixtral")
+    names = judge.decompress(tmp_path / "mixtral").keys()
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in names
+    config = json.loads((tmp_path / "mixtral" / "config.json").read_text())
+    assert "model.layers.0.block_sparse_moe.gate" in config["quantization_config"]["ignore"]
+    assert config["architectures"] == ["MixtralForCausalLM"]
+    assert config["dtype"] == "bfloat16"
+    assert (tmp_path / "mixtral" / "generation_config.json").is_file()
+    folder = tmp_path / "tied"
+    model = quantized(llama(tie_word_embeddings=True), qtorch.intx_weight_only("int4", group_size=32), folder)
+    again = llama(tie_word_embeddings=True)
+    load_quantized(again, folder)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(generate(again), generate(model))
+    loaded = pretrained(folder)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("make", [qwen3_moe, mixtral])
@@ -155,25 +171,3 @@ def test_load_quantized_is_the_model_that_was_saved(make: Any, recipe: WeightRec
     assert "model.embed_tokens" in ignored
     assert not decompressed.keys() & {f"{name}.weight" for name in ignored}
     assert len(decompressed) == {llama: 14, qwen3_moe: 16, mixtral: 16}[make]
-
-
-def test_names_of_mixtral_in_the_file(tmp_path: Path) -> None:
-    quantized(mixtral(), int8_weight_only(), tmp_path / "model")
-    names = judge.decompress(tmp_path / "model").keys()
-    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in names
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert "model.layers.0.block_sparse_moe.gate" in config["quantization_config"]["ignore"]
-    assert config["architectures"] == ["MixtralForCausalLM"]
-    assert config["dtype"] == "bfloat16"
-    assert (tmp_path / "model" / "generation_config.json").is_file()
-
-
-def test_tied_weights(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    model = quantized(llama(tie_word_embeddings=True), qtorch.intx_weight_only("int4", group_size=32), folder)
-    again = llama(tie_word_embeddings=True)
-    load_quantized(again, folder)
-    assert again.lm_head.weight is again.model.embed_tokens.weight
-    assert torch.equal(generate(again), generate(model))
-    loaded = pretrained(folder)
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

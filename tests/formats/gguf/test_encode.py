@@ -25,6 +25,7 @@ from qtorch.primitives import qdtype
 from qtorch.recipes.base import RECIPES
 from qtorch.training import convert, qat
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes
+from tests.refusals import refuses
 
 OF_GGUF = {name: recipe for name, recipe in RECIPES.items() if name.startswith("gguf_")}
 AS_GGML = [name for name in OF_GGUF if name != "gguf_iq4_nl"]  # the package does not quantize to that
@@ -90,7 +91,7 @@ def test_other_schemes_with_the_numbers_of_a_type(name: str) -> None:
     assert torch.equal(numbers(kind, blocks), weight.dequantize(torch.float32))
 
 
-def test_ternary_weights() -> None:
+def test_groups_and_signed_scales() -> None:
     for granularity in (qtorch.PerGroup(256), qtorch.PerTensor()):
         spec = qtorch.QuantSpec(qdtype("int2"), granularity, scale_dtype=torch.float16, quant_min=-1, quant_max=1)
         weight = qtorch.AffineQuantizedTensor.from_float(torch.randn(4, 512), qtorch.LinearSpec(spec))
@@ -98,6 +99,20 @@ def test_ternary_weights() -> None:
         assert kind == "TQ1_0"
         assert torch.equal(numbers(kind, blocks), weight.dequantize())
         assert torch.equal(numbers("TQ2_0", encode(weight, "TQ2_0")), weight.dequantize())
+    with pytest.raises(ValueError, match="its groups have 16 elements, blocks of Q8_0 32"):
+        type_of(made(qtorch.intx_weight_only("int4", group_size=16), torch.bfloat16))
+    weight = made(qtorch.gguf_q5_0())
+    refuses("its codes reach from -16 to 15, those of Q4_0 7", lambda: encode(weight, "Q4_0"))
+    weight = torch.randn(64, 512)
+    q4_0, plain = made(qtorch.gguf_q4_0(), weight=weight), made(qtorch.intx_weight_only("int4", 32), weight=weight)
+    assert q4_0.scheme.weight.mapping is MappingType.SYMMETRIC_SIGNED
+    assert (q4_0.scale < 0).any()
+    assert (q4_0.scale > 0).any()
+    blocks = weight.reshape(64, 16, 32)
+    extreme = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
+    found = q4_0.dequantize().reshape_as(blocks).gather(2, blocks.abs().argmax(2, keepdim=True))
+    assert torch.equal(found, (extreme / -8).half().float() * -8)
+    assert qtorch.compute_error(weight, q4_0.dequantize()) > qtorch.compute_error(weight, plain.dequantize()) + 0.5
 
 
 REFUSED = {
@@ -112,16 +127,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_of_no_type(name: str) -> None:
     recipe, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        type_of(made(recipe))
-
-
-def test_groups_that_are_no_multiples_of_blocks() -> None:
-    with pytest.raises(ValueError, match="its groups have 16 elements, blocks of Q8_0 32"):
-        type_of(made(qtorch.intx_weight_only("int4", group_size=16), torch.bfloat16))
-    weight = made(qtorch.gguf_q5_0())
-    with pytest.raises(ValueError, match="its codes reach from -16 to 15, those of Q4_0 7"):
-        encode(weight, "Q4_0")
+    refuses(message, lambda: type_of(made(recipe)))
 
 
 @pytest.mark.parametrize("std", [1.0, 0.02, 1e-4])
@@ -201,16 +207,3 @@ def test_training_and_calibration_see_the_type(name: str, tmp_path: Path) -> Non
     assert type_of(calibrated.weight.detach())[0] == kind
     wanted = inputs @ before[0].t()
     assert qtorch.compute_error(wanted, calibrated(inputs)) > qtorch.compute_error(wanted, nearest(inputs)) + 1
-
-
-def test_a_signed_scale_makes_the_largest_magnitude_exact() -> None:
-    weight = torch.randn(64, 512)
-    q4_0, plain = made(qtorch.gguf_q4_0(), weight=weight), made(qtorch.intx_weight_only("int4", 32), weight=weight)
-    assert q4_0.scheme.weight.mapping is MappingType.SYMMETRIC_SIGNED
-    assert (q4_0.scale < 0).any()
-    assert (q4_0.scale > 0).any()
-    blocks = weight.reshape(64, 16, 32)
-    extreme = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
-    found = q4_0.dequantize().reshape_as(blocks).gather(2, blocks.abs().argmax(2, keepdim=True))
-    assert torch.equal(found, (extreme / -8).half().float() * -8)
-    assert qtorch.compute_error(weight, q4_0.dequantize()) > qtorch.compute_error(weight, plain.dequantize()) + 0.5

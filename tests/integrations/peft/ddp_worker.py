@@ -1,4 +1,4 @@
-"""One rank of `test_distributed`: adapters on a frozen quantized base under DistributedDataParallel and FSDP2."""
+"""One rank of a test: adapters on a frozen quantized base under DistributedDataParallel and FSDP2."""
 
 from __future__ import annotations
 

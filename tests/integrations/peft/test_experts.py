@@ -15,8 +15,8 @@ from qtorch import AffineQuantizedTensor, PerRow, QuantSpec, quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
 from qtorch.integrations.peft.expert_adapters import AdaptedParameter
-
-from .models import IDS, OF_EXPERTS, RECIPES, merge_and_unmerge, moe, output, randomized
+from tests.integrations.peft.models import IDS, OF_EXPERTS, RECIPES, merge_and_unmerge, moe, output, randomized
+from tests.refusals import refuses
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 PATTERN = r".*\.experts\.(gate_up_proj|down_proj)"
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_float_model(implementation: str) -> None:
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=1e-6)
 
 
-def test_gradient_checkpointing() -> None:
+def test_parameters_of_layers_and_what_is_no_product() -> None:
     grads = []
     for checkpointing in (False, True):
         base = quantized("mixtral", "int4")
@@ -84,6 +84,16 @@ def test_gradient_checkpointing() -> None:
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         grads.append([p.grad for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
+    base = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
+    quantize_(base, RECIPES["int4"])
+    x = torch.randn(3, 64)
+    model = randomized(get_peft_model(base, LoraConfig(r=4, target_parameters=["0.weight"])), 0.2)
+    merge_and_unmerge(model, lambda: model(x).detach())
+    stack, _ = operand(3, 16, 64)
+    with pytest.raises(NotImplementedError, match=r"target_parameters\): only products"):
+        torch.relu(stack)  # type: ignore[arg-type]
+    refuses("along its first axis", lambda: stack[torch.tensor([0, 1])], NotImplementedError)
+    refuses("last two axes", lambda: stack.transpose(0, 1), NotImplementedError)
 
 
 @pytest.mark.skipif(peft.__version__.startswith(("0.18.", "0.19.")), reason="this PEFT takes one adapter of parameters")
@@ -95,14 +105,6 @@ def test_two_adapters_at_once() -> None:
     model.base_model.set_adapter(["default", "other"])
     assert not torch.equal(one, output(model))
     merge_and_unmerge(model, lambda: output(model))
-
-
-def test_parameter_of_a_linear_layer() -> None:
-    base = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64))
-    quantize_(base, RECIPES["int4"])
-    x = torch.randn(3, 64)
-    model = randomized(get_peft_model(base, LoraConfig(r=4, target_parameters=["0.weight"])), 0.2)
-    merge_and_unmerge(model, lambda: model(x).detach())
 
 
 def operand(*shape: int) -> tuple[AdaptedParameter, Tensor]:
@@ -134,13 +136,3 @@ def test_products_of_an_adapted_parameter() -> None:
     for got, expected in pairs:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
     assert (stack.shape, stack.dim(), stack.size(1), stack.dtype) == ((3, 16, 64), 3, 16, torch.float32)
-
-
-def test_what_is_not_a_product_is_refused() -> None:
-    stack, _ = operand(3, 16, 64)
-    with pytest.raises(NotImplementedError, match=r"target_parameters\): only products"):
-        torch.relu(stack)  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="along its first axis"):
-        stack[torch.tensor([0, 1])]
-    with pytest.raises(NotImplementedError, match="last two axes"):
-        stack.transpose(0, 1)

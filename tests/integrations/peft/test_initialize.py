@@ -1,21 +1,25 @@
-"""Adapters initialized from the base weight: by the error of quantization, and by what PEFT has itself."""
+"""Adapters on quantized layers: how they start, also on embeddings and convolutions, and in several processes."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-peft = pytest.importorskip("peft")
-
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from qtorch import quantize_
-from qtorch.dtypes import QuantizedTensor
-from qtorch.integrations.peft import initialize_from_quantization_error
+from qtorch.dtypes import ConvWeight, QuantizedTensor
+from qtorch.integrations.peft import initialize_from_quantization_error, requantize_merged
+from tests.integrations.peft import models
+from tests.integrations.peft.models import RECIPES, TARGETS, adapted, base_of, llama, output, quantized_llama
+from tests.refusals import refuses
 
-from .models import RECIPES, TARGETS, base_of, llama, moe, output, quantized_llama
+peft = pytest.importorskip("peft")
+
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 WEIGHT = f"{Q_PROJ}.weight"
@@ -50,16 +54,13 @@ def test_linear_layers(recipe: str, options: dict[str, Any]) -> None:
     assert all(p.requires_grad for n, p in model.named_parameters() if "lora_" in n)
 
 
-def test_rank_of_the_whole_matrix_gives_the_float_weight() -> None:
+def test_ranks_iterations_and_trained_tokens() -> None:
     original = llama()
     model = get_peft_model(quantized_llama("int4"), LoraConfig(r=80, target_modules=["q_proj"])).eval()
     left = initialize_from_quantization_error(model, original.state_dict())
     assert left[WEIGHT] < 1e-4
     total = base_of(model, Q_PROJ).weight.dequantize() + delta_of(model, Q_PROJ)
     torch.testing.assert_close(total, original.state_dict()[WEIGHT], rtol=0, atol=1e-6)
-
-
-def test_iterations_of_loftq_change_the_base() -> None:
     original = llama()
     model = get_peft_model(quantized_llama("nf4"), LoraConfig(r=8, target_modules=TARGETS)).eval()
     one = initialize_from_quantization_error(model, original)
@@ -72,6 +73,17 @@ def test_iterations_of_loftq_change_the_base() -> None:
     of_all = original.state_dict()[WEIGHT] - weight.dequantize() - delta_of(model, Q_PROJ)
     before_error = (original.state_dict()[WEIGHT] - before).norm()
     assert float(of_all.norm() / before_error) == pytest.approx(five[WEIGHT], rel=1e-3)
+    base = with_embedding("int8")
+    plain = output(base)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 7]))
+    ids = torch.tensor([[1, 3, 2, 7]])
+    assert torch.equal(output(model.eval()), plain)
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    tokens = next(p for name, p in model.named_parameters() if "trainable_tokens_delta" in name)
+    tokens.data += tokens.grad.sign()
+    model.eval()
+    models.merge_and_unmerge(model, lambda: output(model, ids))
 
 
 def test_batches_lower_the_error_of_the_outputs() -> None:
@@ -102,7 +114,7 @@ class Others(nn.Module):
         self.conv = nn.Conv2d(32, 32, 3)
 
 
-def test_embeddings_and_convolutions() -> None:
+def test_embeddings_convolutions_and_dora() -> None:
     original, base = Others(), Others()
     base.load_state_dict(original.state_dict())
     quantize_(base, {"table": RECIPES["int4"], "conv": RECIPES["int4"]})
@@ -114,11 +126,16 @@ def test_embeddings_and_convolutions() -> None:
         assert left[f"{name}.weight"] == pytest.approx(tail(error.flatten(1), 8), rel=1e-3)
         got = float((error - delta_of(model, name)).norm() / error.norm())
         assert got == pytest.approx(left[f"{name}.weight"], rel=1e-3)
+    original = llama()
+    model = get_peft_model(quantized_llama("int4"), LoraConfig(r=64, target_modules=["q_proj"], use_dora=True)).eval()
+    initialize_from_quantization_error(model, original)
+    model.merge_adapter()
+    torch.testing.assert_close(base_of(model, Q_PROJ).weight, original.state_dict()[WEIGHT], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_fused_experts(name: str) -> None:
-    original, base = moe(name), moe(name)
+    original, base = models.moe(name), models.moe(name)
     quantize_(base, {r".*\.experts\.(gate_up_proj|down_proj)": RECIPES["int4"]})
     targets = ["experts.gate_up_proj", "experts.down_proj"]
     model = get_peft_model(base, LoraConfig(r=8, target_parameters=targets)).eval()
@@ -132,15 +149,7 @@ def test_fused_experts(name: str) -> None:
         assert got == pytest.approx(tail(error, 8), rel=1e-3)
 
 
-def test_dora_starts_at_the_float_weight() -> None:
-    original = llama()
-    model = get_peft_model(quantized_llama("int4"), LoraConfig(r=64, target_modules=["q_proj"], use_dora=True)).eval()
-    initialize_from_quantization_error(model, original)
-    model.merge_adapter()
-    torch.testing.assert_close(base_of(model, Q_PROJ).weight, original.state_dict()[WEIGHT], rtol=0, atol=1e-5)
-
-
-def test_errors_leave_the_model_as_it_was() -> None:
+def test_errors_leave_the_model_as_it_was_and_loftq_of_peft_is_refused() -> None:
     original = llama()
     model = get_peft_model(quantized_llama("int4"), LoraConfig(r=4, target_modules=TARGETS))
     before, state = output(model.eval()), original.state_dict()
@@ -156,14 +165,9 @@ def test_errors_leave_the_model_as_it_was() -> None:
             initialize_from_quantization_error(*arguments, **options)
     assert torch.equal(output(model), before)
     model.merge_adapter()
-    with pytest.raises(ValueError, match="unmerge_adapter first"):
-        initialize_from_quantization_error(model, original)
-
-
-def test_loftq_of_peft_is_refused() -> None:
+    refuses("unmerge_adapter first", lambda: initialize_from_quantization_error(model, original))
     config = LoraConfig(target_modules=["q_proj"], init_lora_weights="loftq", loftq_config={"loftq_bits": 4})
-    with pytest.raises(ValueError, match="initialize_from_quantization_error"):
-        get_peft_model(quantized_llama("int4"), config)
+    refuses("initialize_from_quantization_error", lambda: get_peft_model(quantized_llama("int4"), config))
 
 
 @pytest.mark.parametrize("recipe", ["int8", "nf4"])
@@ -195,3 +199,109 @@ def test_initializations_that_leave_the_base(init: str) -> None:
     weight = base.model.layers[0].self_attn.q_proj.weight
     get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init))
     assert base.model.layers[0].self_attn.q_proj.get_base_layer().weight is weight
+
+
+KINDS = pytest.mark.parametrize("recipe", RECIPES)
+EMBEDDINGS = [name for name in RECIPES if "dynamic" not in name]
+
+
+def with_embedding(recipe: str, tied: bool = False) -> Any:
+    model = llama(tie_word_embeddings=tied)
+    quantize_(model, {"model.embed_tokens": RECIPES[recipe]})
+    return model
+
+
+@pytest.mark.parametrize("recipe", EMBEDDINGS)
+@pytest.mark.parametrize("dora", [False, True])
+def test_embedding(recipe: str, dora: bool) -> None:
+    model = adapted(with_embedding(recipe), target_modules=["embed_tokens"], use_dora=dora)
+    base = model.get_submodule("base_model.model.model.embed_tokens").get_base_layer()
+    weight, y = base.weight, output(model)
+    model.train()
+    model(input_ids=torch.randint(1, 128, (1, 8)), labels=torch.randint(1, 128, (1, 8))).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    model.eval()
+    with model.disable_adapter():
+        assert (output(model) - y).abs().max() > 1e-3
+    models.merge_and_unmerge(model, lambda: output(model))
+    assert base.weight is weight
+    with requantize_merged():
+        merged = model.merge_and_unload()
+    assert isinstance(merged.model.embed_tokens.weight, QuantizedTensor)
+    assert 0 < (output(merged) - y).abs().max() < 0.5
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Model with `tie_word_embeddings=True`", "ignore:Model has `tie_word_embeddings=True`"
+)
+def test_merged_tied_embeddings_come_apart() -> None:
+    """The adapter is on the embedding alone, so the head keeps the weight that both had."""
+    model = adapted(with_embedding("int8", tied=True), target_modules=["embed_tokens"])
+    y = output(model)
+    with pytest.warns(UserWarning, match="no longer tied"):
+        merged = model.merge_and_unload()
+    assert not merged.config.tie_word_embeddings
+    assert isinstance(merged.lm_head.weight, QuantizedTensor)
+    torch.testing.assert_close(output(merged), y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_tied_weights_stay_tied_if_neither_is_adapted() -> None:
+    model = adapted(with_embedding("int8", tied=True), target_modules=["q_proj"])
+    merged = model.merge_and_unload()
+    assert merged.config.tie_word_embeddings
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(32, 64, 3, padding=1, stride=2)
+        self.two = nn.Conv2d(64, 32, 1, bias=False)
+        self.three = nn.Conv1d(32, 32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.three(self.two(self.one(x).relu()).flatten(2))
+
+
+@KINDS
+@pytest.mark.parametrize("dora", [False, True])
+def test_convolutions(recipe: str, dora: bool) -> None:
+    base = Convolutions()
+    names = ["one", "two", "three"]
+    quantize_(base, dict.fromkeys(names, RECIPES[recipe]))
+    x = torch.randn(2, 32, 8, 8)
+    plain = base(x).detach()
+    config = LoraConfig(r=4, target_modules=names, use_dora=dora, lora_dropout=0.1)
+    model = models.randomized(get_peft_model(base, config), 0.1)
+    weights = {name: base.get_submodule(name).get_base_layer().weight for name in names}
+    assert all(isinstance(weight, ConvWeight) for weight in weights.values())
+    model.train()
+    model(x).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    model.eval()
+    y = model(x).detach()
+    assert (y - plain).abs().max() > 0.05
+    # int8_dynamic: a float weight does not round its inputs any more.
+    models.merge_and_unmerge(model, lambda: model(x).detach(), 5e-2 if recipe == "int8_dynamic" else 1e-4)
+    assert all(base.get_submodule(name).get_base_layer().weight is weight for name, weight in weights.items())
+    with requantize_merged():
+        merged = model.merge_and_unload()
+    assert isinstance(merged.one.weight, ConvWeight)
+    assert 1e-4 < (merged(x) - y).abs().max() < 0.5
+
+
+pytest.importorskip("peft")
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_ddp_and_fsdp() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    command += ["--rdzv-endpoint=localhost:0", str(Path(__file__).with_name("ddp_worker.py"))]
+    environment = {**os.environ, "QTORCH_CPU_KERNELS": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("rank 0 ok") == done.stdout.count("rank 1 ok") == 1

@@ -18,20 +18,10 @@ from torch import nn
 from qtorch import AffineQuantizedTensor, dequantize_, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
+from tests.integrations.peft import models
+from tests.integrations.peft.models import IDS, RECIPES, adapted, base_of, llama, output, quantized_llama, randomized
+from tests.refusals import refuses
 from tests.zoo.architectures import built
-
-from .models import (
-    IDS,
-    RECIPES,
-    TARGETS,
-    adapted,
-    base_of,
-    llama,
-    merge_and_unmerge,
-    output,
-    quantized_llama,
-    randomized,
-)
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 KINDS = pytest.mark.parametrize("recipe", RECIPES)
@@ -76,7 +66,7 @@ def test_merge_and_unmerge(recipe: str, dora: bool) -> None:
     assert isinstance(merged.model.layers[0].self_attn.q_proj.weight, QuantizedTensor)
 
 
-def test_requantized_codes_are_the_nearest() -> None:
+def test_requantized_codes_are_the_nearest_and_bf16_merges_in_fp32() -> None:
     model = adapted(quantized_llama("int8"))
     layer = model.get_submodule(f"base_model.model.{Q_PROJ}")
     exact = layer.get_base_layer().weight.dequantize() + layer.get_delta_weight("default")
@@ -85,9 +75,6 @@ def test_requantized_codes_are_the_nearest() -> None:
     assert isinstance(merged, AffineQuantizedTensor)
     error = (merged.dequantize() - exact).abs() / merged.dense_scale()
     assert 0.4 < error.max() <= 0.5 + 1e-4
-
-
-def test_bf16_merges_in_fp32() -> None:
     model = adapted(quantized_llama("int8", torch.bfloat16), lora_alpha=4)
     layer = model.get_submodule(f"base_model.model.{Q_PROJ}")
     weight = layer.get_base_layer().weight
@@ -116,7 +103,7 @@ def test_two_adapters_merge_one_after_the_other() -> None:
     assert all(torch.equal(codes[name], t) for name, t in base_of(model, Q_PROJ).weight.inner_tensors.items())
 
 
-def test_bias_of_the_adapter_is_merged_and_unmerged_exactly() -> None:
+def test_biases_and_broken_adapters() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
     quantize_(model, RECIPES["int8"])
     bias = model[0].bias.detach().clone()
@@ -132,16 +119,12 @@ def test_bias_of_the_adapter_is_merged_and_unmerged_exactly() -> None:
         model.unmerge_adapter()
         assert torch.equal(base.bias, bias)
         assert torch.equal(model(x), y)
-
-
-def test_safe_merge_of_a_broken_adapter_changes_nothing() -> None:
     model = adapted(quantized_llama("int8"))
     y = output(model)
     layer = model.get_submodule(f"base_model.model.{Q_PROJ}")
     good = layer.lora_B["default"].weight.data.clone()
     layer.lora_B["default"].weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="NaNs detected"):
-        model.merge_adapter(safe_merge=True)
+    refuses("NaNs detected", lambda: model.merge_adapter(safe_merge=True))
     with requantize_merged(), pytest.raises(ValueError, match="NaN or infinite values in the merged weights"):
         layer.merge()
     assert not layer.merged
@@ -149,7 +132,7 @@ def test_safe_merge_of_a_broken_adapter_changes_nothing() -> None:
     assert torch.equal(output(model), y)
 
 
-def test_merged_weights_follow_casts() -> None:
+def test_casts_copies_and_batches() -> None:
     model = adapted(quantized_llama("int8"))
     model.merge_adapter()
     model.to(torch.bfloat16)
@@ -158,6 +141,27 @@ def test_merged_weights_follow_casts() -> None:
     assert isinstance(weight, QuantizedTensor)
     assert weight.dtype == torch.bfloat16
     assert output(model).dtype == torch.bfloat16
+    model = adapted(quantized_llama("int8"))
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"]))
+    randomized(model)
+    with torch.no_grad():
+        mixed = model(input_ids=IDS, adapter_names=["default", "other"]).logits
+    for row, name in enumerate(("default", "other")):
+        model.set_adapter(name)
+        torch.testing.assert_close(mixed[row], output(model)[row], rtol=0, atol=1e-6)
+    model = adapted(quantized_llama("int4"))
+    y = output(model)
+    model.merge_adapter()
+    other = copy.deepcopy(model)
+    other.unmerge_adapter()
+    assert torch.equal(output(other), y)
+    assert model.get_submodule(f"base_model.model.{Q_PROJ}").merged
+    file = io.BytesIO()
+    torch.save(model.get_submodule(f"base_model.model.{Q_PROJ}"), file)
+    file.seek(0)
+    layer = torch.load(file, weights_only=False)
+    layer.unmerge()
+    assert isinstance(layer.get_base_layer().weight, QuantizedTensor)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "int8_dynamic", "nf4"])
@@ -192,45 +196,22 @@ def test_training_and_files(recipe: str, tmp_path: Path) -> None:
         assert torch.equal(output(loaded), y)
 
 
-def test_copies_and_pickles_of_layers() -> None:
-    model = adapted(quantized_llama("int4"))
-    y = output(model)
-    model.merge_adapter()
-    other = copy.deepcopy(model)
-    other.unmerge_adapter()
-    assert torch.equal(output(other), y)
-    assert model.get_submodule(f"base_model.model.{Q_PROJ}").merged
-    file = io.BytesIO()
-    torch.save(model.get_submodule(f"base_model.model.{Q_PROJ}"), file)
-    file.seek(0)
-    layer = torch.load(file, weights_only=False)
-    layer.unmerge()
-    assert isinstance(layer.get_base_layer().weight, QuantizedTensor)
-
-
-def test_weights_quantized_after_get_peft_model() -> None:
+def test_quantized_after_get_peft_model_and_dequantized() -> None:
     model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj"]))
     assert type(model.get_submodule(f"base_model.model.{Q_PROJ}")) is peft.tuners.lora.Linear
     quantize_(model, {r".*q_proj\.base_layer": RECIPES["int8"]})
     randomized(model)
     y = output(model)
-    with pytest.raises(NotImplementedError, match=r"prepare_for_adapters\(model"):
-        model.merge_adapter()
+    refuses(r"prepare_for_adapters\(model", lambda: model.merge_adapter(), NotImplementedError)
     prepare_for_adapters(model, gradient_checkpointing=False)
     model.merge_adapter()
     torch.testing.assert_close(output(model), y)
     assert [n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n] == []
     assert any(p.requires_grad for p in model.parameters())
-
-
-def test_dequantized_models_merge_as_float_ones() -> None:
     model = adapted(quantized_llama("int8"))
     y = output(model)
     merged = dequantize_(model).merge_and_unload()
     torch.testing.assert_close(output(merged), y, rtol=0, atol=1e-5)
-
-
-def test_add_adapter_of_transformers() -> None:
     base = quantized_llama("int8")
     before = output(base)
     base.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
@@ -254,7 +235,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "VBLORA": {"vector_length": 16, "num_vectors": 8},
     "WAVEFT": {"n_frequency": 64},
 }
-GENERAL = {"target_modules": TARGETS, "r": 4, "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+GENERAL = {"target_modules": models.TARGETS, "r": 4, "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 OTHERS = {"XLORA", "FROD"}  # a mixture of trained LoRA adapters; refused, below
 
 
@@ -321,21 +302,10 @@ def test_transposed_weights_of_gpt2(dora: bool) -> None:
     plain = output(base)
     model = adapted(base, target_modules=["c_attn"], use_dora=dora, fan_in_fan_out=True)
     assert (output(model) - plain).abs().max() > 1e-2
-    merge_and_unmerge(model, lambda: output(model))
+    models.merge_and_unmerge(model, lambda: output(model))
 
 
-def test_batches_of_several_adapters() -> None:
-    model = adapted(quantized_llama("int8"))
-    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"]))
-    randomized(model)
-    with torch.no_grad():
-        mixed = model(input_ids=IDS, adapter_names=["default", "other"]).logits
-    for row, name in enumerate(("default", "other")):
-        model.set_adapter(name)
-        torch.testing.assert_close(mixed[row], output(model)[row], rtol=0, atol=1e-6)
-
-
-def test_modules_to_save_refuses_a_frozen_weight() -> None:
+def test_modules_to_save_and_multihead_attention_are_refused() -> None:
     model = llama()
     quantize_(model, RECIPES["int8"])
     with pytest.raises(ValueError, match="modules_to_save trains a copy"):
@@ -344,8 +314,6 @@ def test_modules_to_save_refuses_a_frozen_weight() -> None:
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     assert model.lm_head.modules_to_save["default"].weight.requires_grad
 
-
-def test_multihead_attention_is_refused() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -20,9 +20,9 @@ from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
 from tests.every_recipe import NAMES, make
+from tests.integrations.peft.models import IDS, SIZES, TARGETS, adapted, base_of, llama, output, randomized
+from tests.refusals import refuses
 from tests.zoo.architectures import built
-
-from .models import IDS, SIZES, TARGETS, adapted, base_of, llama, output, randomized
 
 FOUR_BITS = {
     "nf4": qtorch.nf4_weight_only(),
@@ -69,13 +69,11 @@ def test_every_recipe_merges_what_it_computes(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if make(name).prunes])
 def test_pruned_weights_are_refused(name: str) -> None:
     model = adapted(prepared(llama(), make(name)))
-    with pytest.raises(ValueError, match="sparse"):
-        output(model)
+    refuses("sparse", lambda: output(model))
 
 
 @pytest.mark.parametrize("name", ["nf4_weight_only", "int4_weight_only", "int8_dynamic_activation_int8_weight"])
 def test_gradients_are_those_of_the_straight_through_estimator(name: str) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32))
     model = get_peft_model(prepared(model, make(name, 32)), LoraConfig(r=4, target_modules=["0"], bias="all"))
     layer = randomized(model).base_model.model[0]
@@ -149,8 +147,7 @@ def test_other_states_of_adapters() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y = output(model)
         assert torch.equal(output(copy.deepcopy(model).merge_and_unload()), y)
-    with pytest.raises(ValueError, match="no merged weight"):
-        model(input_ids=IDS, adapter_names=["default", "other"])
+    refuses("no merged weight", lambda: model(input_ids=IDS, adapter_names=["default", "other"]))
 
     ids = IDS % 64
     gpt2 = prepared(built("gpt2")[0], FOUR_BITS["int4"])
@@ -168,19 +165,16 @@ def quantized_embedding() -> Any:
 
 def test_layers_that_have_adapters_already_and_those_that_cannot_be() -> None:
     def refused(message: str, **options: Any) -> None:
-        with pytest.raises(ValueError, match=message):
-            adapted(prepared(llama(), FOUR_BITS["int4"]), **options)
+        refuses(message, lambda: adapted(prepared(llama(), FOUR_BITS["int4"]), **options))
 
     refused("lora_dropout", lora_dropout=0.1)
     refused("lora_bias", lora_bias=True, target_modules=["lm_head", "q_proj"])
     refused("DoRA", use_dora=True)
     embedding = prepare_for_adapters(quantized_embedding(), gradient_checkpointing=False, merged_codes=True)
-    with pytest.raises(ValueError, match="not Embedding"):
-        adapted(embedding, target_modules=["embed_tokens"])
+    refuses("not Embedding", lambda: adapted(embedding, target_modules=["embed_tokens"]))
     model = adapted(quantized(llama(), FOUR_BITS["int4"]), use_dora=True)
     y = output(model)
-    with pytest.raises(ValueError, match="DoRA"):
-        prepare_for_adapters(model, gradient_checkpointing=False, merged_codes=True)
+    refuses("DoRA", lambda: prepare_for_adapters(model, gradient_checkpointing=False, merged_codes=True))
     assert torch.equal(output(model), y)
     model = adapted(quantized(llama(), FOUR_BITS["int4"]))
     model.merge_adapter()

@@ -13,8 +13,8 @@ from torch import nn
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters
-
-from .models import IDS, RECIPES, llama, quantized_llama, randomized
+from tests.integrations.peft.models import IDS, RECIPES, llama, quantized_llama, randomized
+from tests.refusals import refuses
 
 
 def gradients(prepare: bool, **options: bool) -> tuple[list[torch.Tensor], int]:
@@ -40,27 +40,19 @@ def test_gradient_checkpointing_is_on_and_changes_no_number(options: dict[str, b
     assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed))
 
 
-def test_no_dtype_is_changed_and_all_is_frozen() -> None:
+def test_preparation() -> None:
     model = quantized_llama("int4", torch.bfloat16)
     prepare_for_adapters(model)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters())
-
-
-def test_plain_modules() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(ValueError, match="call quantize_ first"):
-        prepare_for_adapters(model)
+    refuses("call quantize_ first", lambda: prepare_for_adapters(model))
     quantize_(model, RECIPES["int8"])
-    with pytest.raises(ValueError, match="pass gradient_checkpointing=False"):
-        prepare_for_adapters(model)
+    refuses("pass gradient_checkpointing=False", lambda: prepare_for_adapters(model))
     prepare_for_adapters(model, gradient_checkpointing=False)
     assert not model[0].bias.requires_grad
     with pytest.raises(TypeError):
         prepare_for_adapters("model")  # type: ignore[type-var]
-
-
-def test_the_preparation_of_peft_says_what_it_does() -> None:
     model = quantized_llama("int8", torch.bfloat16)
     with pytest.warns(UserWarning, match=r"prepare_for_adapters\(model\)"):
         prepare_model_for_kbit_training(model)

@@ -13,11 +13,12 @@ from qtorch.integrations.transformers import QtorchConfig
 from qtorch.training import qat
 from tests.every_recipe import NAMES, make
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I4, I8, assert_same, build, quantized_names
+from tests.refusals import refuses
 
 X = torch.arange(6)[None]
 
 
-def test_attributes() -> None:
+def test_attributes_and_shared_configs(tmp_path: Path) -> None:
     model = build("llama")
     quantize_(model, I8)
     assert model.is_quantized
@@ -26,6 +27,30 @@ def test_attributes() -> None:
     assert model.config.quantization_config.recipe == I8
     assert (model.hf_quantizer.is_trainable, model.hf_quantizer.is_qat_trainable) == (True, False)
     assert model.hf_quantizer.is_compileable
+    model = build("llama")
+    quantize_(model, I8, dry_run=True)
+    refuses("matches no", lambda: quantize_(model, {"nowhere": I8}))
+    assert getattr(model, "hf_quantizer", None) is None
+    assert not hasattr(model.config, "quantization_config")
+    model = build("llama")
+    quantize_(model, I4)
+    quantize_(model, {"model.embed_tokens": I8})
+    assert model.config.quantization_config.recipe == {"model.embed_tokens.weight": I8, r".*": I4}
+    one = build("llama")
+    other = type(one)(one.config)
+    quantize_(one, I8)
+    other.save_pretrained(tmp_path / "float")
+    one.save_pretrained(tmp_path / "quantized")
+    assert "qtorch" not in (tmp_path / "float" / "config.json").read_text()
+    assert not (tmp_path / "float" / "README.md").exists()
+    assert_same(type(one).from_pretrained(tmp_path / "float"), other)
+    assert_same(type(one).from_pretrained(tmp_path / "quantized"), one)
+    model = build("mixtral")
+    quantize_(model, {EXPERTS: I8})
+    assert model.hf_quantizer.is_compileable
+    quantize_(training := build("mixtral"), {EXPERTS: qat(int8_weight_only())})
+    assert not training.hf_quantizer.is_compileable
+    refuses("version 2", lambda: QtorchConfig(version=2))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,22 +76,6 @@ def test_quantized_tables_cannot_be_resized(keys: list[str]) -> None:
     assert len(model.resize_token_embeddings(rows + 1).weight) == rows + 1
 
 
-def test_dry_run_and_errors_attach_nothing() -> None:
-    model = build("llama")
-    quantize_(model, I8, dry_run=True)
-    with pytest.raises(ValueError, match="matches no"):
-        quantize_(model, {"nowhere": I8})
-    assert getattr(model, "hf_quantizer", None) is None
-    assert not hasattr(model.config, "quantization_config")
-
-
-def test_a_second_call_comes_before_the_first_in_the_recipe() -> None:
-    model = build("llama")
-    quantize_(model, I4)
-    quantize_(model, {"model.embed_tokens": I8})
-    assert model.config.quantization_config.recipe == {"model.embed_tokens.weight": I8, r".*": I4}
-
-
 @pytest.mark.parametrize("by_method", [False, True])
 def test_dequantize(tmp_path: Path, by_method: bool) -> None:
     model = build("tied_llama")
@@ -86,25 +95,19 @@ def test_dequantize(tmp_path: Path, by_method: bool) -> None:
     assert not quantized_names(loaded)
 
 
-def test_a_part_that_is_quantized_alone_is_saved(tmp_path: Path) -> None:
+def test_parts_and_quantizing_further(tmp_path: Path) -> None:
     model = build("llama")
     quantize_(model.model.layers[0], I8)
     assert getattr(model, "hf_quantizer", None) is None
     model.save_pretrained(tmp_path)
     assert len(quantized_names(model)) == 7
     assert_same(type(model).from_pretrained(tmp_path), model)
-
-
-def test_a_model_of_load_quantized_is_saved(tmp_path: Path) -> None:
     model = build("mixtral")
     quantize_(model, {EXPERTS: I8, r".*": I4})
     save_quantized(model, tmp_path / "own.safetensors")
     loaded = load_quantized(build("mixtral"), tmp_path / "own.safetensors")
     loaded.save_pretrained(tmp_path / "folder")
     assert_same(CASES["mixtral"].kind.from_pretrained(tmp_path / "folder"), model)
-
-
-def test_quantizing_a_loaded_model_further(tmp_path: Path) -> None:
     model = build("llama")
     quantize_(model, {"lm_head": None, r".*": I8})
     dequantize_(copy.deepcopy(model))  # a copy has a quantizer of its own
@@ -117,28 +120,3 @@ def test_quantizing_a_loaded_model_further(tmp_path: Path) -> None:
     again = type(model).from_pretrained(tmp_path / "two")
     assert_same(again, loaded)
     assert "lm_head.weight" in quantized_names(again)
-
-
-def test_models_that_share_a_config(tmp_path: Path) -> None:
-    one = build("llama")
-    other = type(one)(one.config)
-    quantize_(one, I8)
-    other.save_pretrained(tmp_path / "float")
-    one.save_pretrained(tmp_path / "quantized")
-    assert "qtorch" not in (tmp_path / "float" / "config.json").read_text()
-    assert not (tmp_path / "float" / "README.md").exists()
-    assert_same(type(one).from_pretrained(tmp_path / "float"), other)
-    assert_same(type(one).from_pretrained(tmp_path / "quantized"), one)
-
-
-def test_experts_in_training_are_not_compileable() -> None:
-    model = build("mixtral")
-    quantize_(model, {EXPERTS: I8})
-    assert model.hf_quantizer.is_compileable
-    quantize_(training := build("mixtral"), {EXPERTS: qat(int8_weight_only())})
-    assert not training.hf_quantizer.is_compileable
-
-
-def test_config_of_a_newer_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="version 2"):
-        QtorchConfig(version=2)

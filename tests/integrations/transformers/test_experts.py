@@ -133,13 +133,26 @@ def test_inductor() -> None:
         assert qtorch.compute_error(wanted, y) > 100
 
 
-def test_the_loop_over_experts_compiles_in_pieces() -> None:
+def test_pieces_floats_and_gradients() -> None:
     """As for the float model: how many experts there are depends on the data, so no graph holds the loop."""
     for name in ("mixtral", "gpt_oss"):
         torch.compiler.reset()
         experts, x, where = make(name, RECIPES["int8"][0]), torch.randn(5, 64), routing(5)
         wanted = run(experts, "eager", x, *where)
         torch.testing.assert_close(torch.compile(experts, backend="aot_eager")(x, *where), wanted)
+    # Also beside quantized ones.
+    experts, x, where = make("mixtral"), torch.randn(4, 64), routing(4)
+    assert torch.equal(run(experts, "qtorch", x, *where), run(experts, "grouped_mm", x, *where))
+    experts.down_proj = nn.Parameter(RECIPES["int8"][0].apply(experts.down_proj), requires_grad=False)
+    assert torch.equal(run(experts, "qtorch", x, *where), run(experts, "grouped_mm", x, *where))
+    experts, where = make("mixtral", RECIPES["int8"][0]), routing(6)
+    for implementation in ("grouped_mm", "qtorch"):
+        torch.compiler.reset()
+        x = torch.randn(6, 64, requires_grad=True)
+        run(experts, implementation, x, *where).sum().backward()
+        wanted, x.grad = x.grad, None
+        torch.compile(experts, fullgraph=True, backend="aot_eager")(x, *where).sum().backward()
+        torch.testing.assert_close(x.grad, wanted)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -155,17 +168,6 @@ def test_gradients_of_the_input(name: str, recipe: str, implementation: str) -> 
         run(module, implementation, leaf, where[0], weights).square().sum().backward()
         grads.append(torch.cat([leaf.grad, weights.grad], 1))  # type: ignore[list-item]
     assert qtorch.compute_error(grads[0], grads[1]) > (15 if recipe == "w8a8" else 90)
-
-
-def test_gradients_in_one_graph() -> None:
-    experts, where = make("mixtral", RECIPES["int8"][0]), routing(6)
-    for implementation in ("grouped_mm", "qtorch"):
-        torch.compiler.reset()
-        x = torch.randn(6, 64, requires_grad=True)
-        run(experts, implementation, x, *where).sum().backward()
-        wanted, x.grad = x.grad, None
-        torch.compile(experts, fullgraph=True, backend="aot_eager")(x, *where).sum().backward()
-        torch.testing.assert_close(x.grad, wanted)
 
 
 @NEEDS_LIBRARY
@@ -189,14 +191,6 @@ def test_experts_of_other_devices() -> None:
         wanted = grouped_mm_experts_forward(experts, x, index, weights)
         torch.testing.assert_close(run(experts, "qtorch", x, index, weights), wanted)
         assert not wanted[1].any()
-
-
-def test_float_experts_run_as_before() -> None:
-    """Also beside quantized ones."""
-    experts, x, where = make("mixtral"), torch.randn(4, 64), routing(4)
-    assert torch.equal(run(experts, "qtorch", x, *where), run(experts, "grouped_mm", x, *where))
-    experts.down_proj = nn.Parameter(RECIPES["int8"][0].apply(experts.down_proj), requires_grad=False)
-    assert torch.equal(run(experts, "qtorch", x, *where), run(experts, "grouped_mm", x, *where))
 
 
 @NEEDS_CHOICE

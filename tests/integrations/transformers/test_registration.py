@@ -42,20 +42,17 @@ LOAD = (
 )
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        pytest.param("import qtorch\nfrom transformers import AutoModelForCausalLM\n", marks=SLOW),
-        "from transformers import AutoModelForCausalLM\nimport qtorch\n",
-        pytest.param("import transformers, qtorch\nfrom transformers import AutoModelForCausalLM\n", marks=SLOW),
-        # Asking where a module is does not use the hook up.
-        pytest.param(
-            "import qtorch, importlib.util, transformers\nimportlib.util.find_spec('transformers.quantizers.auto')\n"
-            "from transformers import AutoModelForCausalLM\n",
-            marks=SLOW,
-        ),
-    ],
-)
+@pytest.mark.parametrize("imports", [
+    pytest.param("import qtorch\nfrom transformers import AutoModelForCausalLM\n", marks=SLOW),
+    "from transformers import AutoModelForCausalLM\nimport qtorch\n",
+    pytest.param("import transformers, qtorch\nfrom transformers import AutoModelForCausalLM\n", marks=SLOW),
+    # Asking where a module is does not use the hook up.
+    pytest.param(
+        "import qtorch, importlib.util, transformers\nimportlib.util.find_spec('transformers.quantizers.auto')\n"
+        "from transformers import AutoModelForCausalLM\n",
+        marks=SLOW,
+    ),
+])  # fmt: skip
 def test_import_qtorch_is_enough(folder: Path, imports: str) -> None:
     done = run(imports + LOAD, folder)
     assert done.returncode == 0, done.stderr

@@ -96,9 +96,12 @@ def test_train_resume_load_convert(tmp_path: Path, name: str, tied: bool) -> Non
     assert not served.hf_quantizer.is_qat_trainable
 
 
-def test_a_model_for_inference_is_not_trained_without_adapters(tmp_path: Path) -> None:
+def test_inference_models_and_converted_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="purely quantized"):
         trainer_of(prepared(I8, False), tmp_path)
+    model = prepared(training.qat(int8_weight_only()), False)
+    quantize_(model, training.convert())
+    assert model.config.quantization_config.recipe == training.qat(int8_weight_only())
 
 
 @pytest.mark.slow
@@ -109,9 +112,3 @@ def test_a_checkpoint_does_not_load_into_another_model(tmp_path: Path) -> None:
     for model in (build("llama"), prepared({r".*\.mlp\..*": recipe}, False)):
         with pytest.raises(RuntimeError, match="size mismatch"):
             trainer_of(model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_the_recipe_of_the_training_stays_after_convert() -> None:
-    model = prepared(training.qat(int8_weight_only()), False)
-    quantize_(model, training.convert())
-    assert model.config.quantization_config.recipe == training.qat(int8_weight_only())

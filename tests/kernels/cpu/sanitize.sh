@@ -35,8 +35,8 @@ of_kernels() {
         ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
         "$python" -m pytest -n 0 -q -s -r f -p no:cacheprovider --durations=0 --durations-min=60 \
         tests/kernels/cpu/test_conv.py tests/kernels/cpu/test_prepared_calls.py tests/kernels/cpu/test_embedding.py tests/kernels/cpu/test_experts_mm.py \
-        tests/kernels/cpu/test_int8_blocks.py tests/kernels/cpu/test_kv_attention.py \
-        tests/kernels/cpu/test_adam.py tests/kernels/cpu/test_operands.py tests/kernels/cpu/test_operators.py tests/kernels/cpu/test_quantize_weight.py \
+        tests/kernels/cpu/test_operands.py tests/kernels/cpu/test_kv_attention.py \
+        tests/kernels/cpu/test_adam.py tests/kernels/cpu/test_operators.py \
         tests/kernels/cpu/test_linear.py tests/kernels/cpu/test_values.py tests/kernels/test_block_sparse_mm.py tests/test_fuse_convolutions.py \
         -m "not slow or matrix" -k "not compil and not gradient and not well_formed" "${@:2}"
 }

@@ -56,7 +56,7 @@ def test_int8_activations_have_the_bits_of_the_reference(instruction_set, name, 
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_the_largest_codes(instruction_set):
+def test_the_largest_codes_and_no_numbers(instruction_set):
     """What is added for signed products must not overflow, nor saturate."""
     weight = AffineQuantizedTensor.from_float(torch.ones(8, 512), LinearSpec(QuantSpec("int8"), TOKEN))
     signs = torch.ones(4, 512)
@@ -66,6 +66,13 @@ def test_the_largest_codes(instruction_set):
             y = functional.linear(signs, weight)
         assert torch.equal(y, reference.linear(signs, weight, None))
         assert y[0].eq(-y[1]).all()
+    x = torch.randn(3, 256)
+    x[1, 7] = torch.nan
+    for activation in (None, TOKEN):
+        with emulate(instruction_set):
+            y = functional.linear(x, quantized("int4 group", activation))
+        assert y[1].isnan().all()
+        assert y[::2].isfinite().all()
 
 
 @pytest.mark.parametrize("variant", ["dot", "tile", "fixed"])
@@ -85,17 +92,6 @@ def test_weight_only(instruction_set, name, variant):
             assert_same_product(y, exact, x, real, bias)
         # No bound from above: sums of dequantized weights in the order of `exact` have its bits.
         assert compute_error(exact, y.float()) > {torch.float32: 110, torch.float16: 60, torch.bfloat16: 40}[dtype]
-
-
-@pytest.mark.parametrize("instruction_set", SETS)
-def test_not_a_number_stays_in_its_row(instruction_set):
-    x = torch.randn(3, 256)
-    x[1, 7] = torch.nan
-    for activation in (None, TOKEN):
-        with emulate(instruction_set):
-            y = functional.linear(x, quantized("int4 group", activation))
-        assert y[1].isnan().all()
-        assert y[::2].isfinite().all()
 
 
 @pytest.mark.parametrize("instruction_set", SETS)

@@ -132,22 +132,16 @@ def test_compiled_at_first_use_and_kept(checkout):
     assert (out.split(), error) == (["cpu_weight_only_mm", str(checkout.library())], "")
 
 
-def test_two_processes_at_once(checkout):
+def test_processes_and_threads_at_once(checkout):
     """One compiles, the other waits for it."""
     processes = [checkout.start() for _ in range(2)]
     for process in processes:
         assert process.communicate(timeout=300)[0].split() == ["cpu_weight_only_mm", str(checkout.library())]
     assert checkout.compiled() == LIBRARIES
-
-
-def test_threads_at_once(checkout):
     program = LAYER + "from concurrent.futures import ThreadPoolExecutor\n"
     out, _ = checkout.run(program + "with ThreadPoolExecutor(4) as pool: list(pool.map(lambda _: use(), range(4)))")
     assert out.count(str(checkout.library())) == 4
     assert checkout.compiled() == LIBRARIES
-
-
-def test_a_forked_child_compiles_nothing(checkout):
     out, error = checkout.run(LAYER + "child = os.fork()\nif child: os.waitpid(child, 0)\nelse: use()")
     assert out.split() == ["weight_only_mm", "None"]
     assert "the compiled CPU kernels are not there" in error
@@ -205,15 +199,12 @@ def test_what_others_can_write_is_not_loaded(kept, tmp_path, monkeypatch):
     assert "is not trusted: it has to be this user's own" in found_in_cache(kept)[1]
 
 
-def test_links_are_not_followed(kept, tmp_path):
+def test_links_and_names(monkeypatch, kept, tmp_path):
     moved = tmp_path / "elsewhere.so"
     kept.rename(moved)
     assert found_in_cache(kept) == (None, "")
     kept.symlink_to(moved)
     assert f"{kept} is not trusted" in found_in_cache(kept)[1]
-
-
-def test_the_name_has_the_sources_in_it(kept, monkeypatch):
     assert build.fingerprint() in str(kept)
     monkeypatch.setattr(build, "FLAGS", {"x86_64": {"portable": "-O0"}})
     assert build.fingerprint() not in str(kept), "other flags make other libraries"

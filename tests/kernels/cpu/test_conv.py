@@ -142,40 +142,50 @@ def test_16_bits(build: str, dtype: torch.dtype) -> None:
             assert torch.equal(y, conv(x))
 
 
-def test_one_axis(build: str) -> None:
+def test_one_axis_and_weights_alone(build: str) -> None:
     for conv in (nn.Conv1d(6, 9, 5, stride=2, padding=2), nn.Conv1d(9, 9, 4, groups=9, dilation=3)):
         conv = with_static(conv, "asymmetric")
         x = torch.randn(2, conv.in_channels, 31)
         y = run(conv, x, build)
         assert torch.equal(y, reference_conv(x, conv))
         assert torch.equal(y[0], conv(x[0]))
-
-
-def test_the_largest_codes(build: str) -> None:
-    """Instructions that add pairs of products in 16 bits would saturate."""
+    # Instructions that add pairs of products in 16 bits would saturate.
     for groups, sign in itertools.product((1, 64), (1.0, -1.0)):
         conv = nn.Conv2d(64, 64, 3, groups=groups, bias=False)
         nn.init.constant_(conv.weight, sign)
         conv = with_static(conv, "symmetric", 1.0)
         y = run(conv, torch.full((1, 64, 4, 4), 500.0), build) / conv.weight.scale.flatten()[0]
         assert (y.round() == sign * 127 * 127 * 9 * (64 // groups)).all()
+    # As exact as fp32, in the order of the input.
+    for conv, images in every_case():
+        quantize_(conv, {"weight": qtorch.int8_weight_only()})
+        plain = copy.deepcopy(conv)
+        plain.weight = nn.Parameter(conv.weight.dequantize())
+        direct = conv.groups == 1 or conv.in_channels // conv.groups % 4 == 0
+        variant = build if direct else "kept" if conv.in_channels == conv.groups else "torch"
+        for order in (torch.contiguous_format, torch.channels_last):
+            x = images.contiguous(memory_format=order)
+            with torch.no_grad(), record_kernels() as ran:
+                y = conv(x)
+            assert ran[-1] == f"cpu_weight_only_conv.{variant}"
+            torch.testing.assert_close(y.double(), plain.double()(x.double()), rtol=1e-5, atol=3e-6)
+            assert order is torch.channels_last or y.is_contiguous()
 
 
-def test_strided_inputs() -> None:
+def test_strided_and_empty_inputs() -> None:
     conv = with_static(nn.Conv2d(6, 8, 3, padding=1), "asymmetric")
     whole = torch.randn(4, 12, 20, 22)
     views = whole[:, ::2], whole[::2, :6, 1:9, ::3], whole[:, :6].mT, whole[:1, :6].expand(3, -1, -1, -1)
     for x in views:
         assert torch.equal(conv(x), reference_conv(x, conv))
-
-
-def test_empty() -> None:
     conv = with_static(nn.Conv2d(6, 8, 3, padding=1), "asymmetric")
     assert conv(torch.randn(0, 6, 5, 5)).shape == (0, 8, 5, 5)
     conv = with_dynamic(nn.Conv2d(6, 8, 3, padding=2), DYNAMIC["asymmetric"])
     assert conv(torch.randn(0, 6, 5, 5)).shape == (0, 8, 7, 7)
     with torch.no_grad():  # windows of nothing but padding
         assert torch.equal(conv(torch.randn(2, 6, 0, 5)), conv.bias.reshape(1, -1, 1, 1).expand(2, 8, 2, 7))
+    weight = torch.randn(5, 3, 2, 4)
+    assert torch.equal(from_matrix(to_matrix(weight), weight.shape), weight)
 
 
 @NEEDS_LIBRARY
@@ -213,6 +223,19 @@ def test_gradients() -> None:
 
 
 @NEEDS_LIBRARY
+def test_weights_that_change() -> None:
+    """The packed weight is made anew after a write, and for a copy."""
+    conv = with_static(nn.Conv2d(6, 8, 3), "symmetric")
+    x = torch.randn(1, 6, 5, 5)
+    before = conv(x)
+    other = copy.deepcopy(conv)
+    conv.weight.qdata.neg_()
+    assert torch.equal(conv(x) - conv.bias.reshape(-1, 1, 1), reference_conv(x, conv) - conv.bias.reshape(-1, 1, 1))
+    assert not torch.equal(conv(x), before)
+    assert torch.equal(other(x), before)
+
+
+@NEEDS_LIBRARY
 @pytest.mark.parametrize("static", matrix_but((True,), (True, False)))
 def test_compiled_in_one_graph(static: bool) -> None:
     convs = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
@@ -225,19 +248,6 @@ def test_compiled_in_one_graph(static: bool) -> None:
             y = compiled(x)
             assert torch.equal(y, model(x))
         assert y.is_contiguous() != channels_last
-
-
-@NEEDS_LIBRARY
-def test_weights_that_change() -> None:
-    """The packed weight is made anew after a write, and for a copy."""
-    conv = with_static(nn.Conv2d(6, 8, 3), "symmetric")
-    x = torch.randn(1, 6, 5, 5)
-    before = conv(x)
-    other = copy.deepcopy(conv)
-    conv.weight.qdata.neg_()
-    assert torch.equal(conv(x) - conv.bias.reshape(-1, 1, 1), reference_conv(x, conv) - conv.bias.reshape(-1, 1, 1))
-    assert not torch.equal(conv(x), before)
-    assert torch.equal(other(x), before)
 
 
 STATIC_RECIPE = qtorch.int8_static_activation_int8_weight(act_mapping_type=ASYMMETRIC)
@@ -262,23 +272,6 @@ def test_the_error_is_that_of_8_bits(conv: nn.Module, size: int, recipe: object,
     assert 30 < qtorch.compute_error(conv(x).detach(), y) < 60
 
 
-def test_weight_only(build: str) -> None:
-    """As exact as fp32, in the order of the input."""
-    for conv, images in every_case():
-        quantize_(conv, {"weight": qtorch.int8_weight_only()})
-        plain = copy.deepcopy(conv)
-        plain.weight = nn.Parameter(conv.weight.dequantize())
-        direct = conv.groups == 1 or conv.in_channels // conv.groups % 4 == 0
-        variant = build if direct else "kept" if conv.in_channels == conv.groups else "torch"
-        for order in (torch.contiguous_format, torch.channels_last):
-            x = images.contiguous(memory_format=order)
-            with torch.no_grad(), record_kernels() as ran:
-                y = conv(x)
-            assert ran[-1] == f"cpu_weight_only_conv.{variant}"
-            torch.testing.assert_close(y.double(), plain.double()(x.double()), rtol=1e-5, atol=3e-6)
-            assert order is torch.channels_last or y.is_contiguous()
-
-
 @NEEDS_LIBRARY
 def test_weight_only_by_torch() -> None:
     """16-bit images, and formats of other packages: of the dequantized weight, made on each call or kept."""
@@ -297,8 +290,3 @@ def test_weight_only_by_torch() -> None:
         assert ran[-1] == f"cpu_weight_only_conv.{'kept' if groups == 6 else word}"
         torch.testing.assert_close(y, plain(x), rtol=2e-2, atol=2e-2)
         assert y.is_contiguous() != channels_last
-
-
-def test_windows_and_matrices_have_one_order() -> None:
-    weight = torch.randn(5, 3, 2, 4)
-    assert torch.equal(from_matrix(to_matrix(weight), weight.shape), weight)

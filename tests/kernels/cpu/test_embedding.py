@@ -35,10 +35,17 @@ def test_bits_of_the_dequantized_table(build, name, dtype):
         assert same_bits(rows, weight.dequantize()[ids]), (weight, dtype)
 
 
-def test_rows_longer_than_a_piece(build):
+def test_long_rows_and_views_of_a_table(build):
     for k, layout in itertools.product((2047, 2048, 2049, 5000), (PlainLayout(), PackedLayout())):
         weight = table(QuantSpec("uint4", PerRow(), ASYMMETRIC), (3, k), layout)
         assert same_bits(functional.embedding(torch.tensor([2, 0, 1]), weight), weight.dequantize()[[2, 0, 1]])
+    # Some rows, or some columns, which are read where they are.
+    weight = table(QuantSpec("int8"))
+    for part in (weight[3:20], weight[5:6], weight[:, 7:40]):
+        with record_kernels() as ran:
+            rows = functional.embedding(torch.tensor([0, part.shape[0] - 1]), part)
+        assert ran[-1] == f"cpu_embedding.{build}"
+        assert same_bits(rows, part.dequantize()[[0, -1]])
 
 
 @pytest.mark.parametrize("domain", list(ZeroPointDomain), ids=str)
@@ -77,16 +84,6 @@ def test_ids_out_of_range(build, wrong, position):
     assert ran[-1] == f"cpu_embedding.{build}"
     with pytest.raises(IndexError):
         functional.embedding(ids, weight.dequantize())
-
-
-def test_views_of_a_table(build):
-    """Some rows, or some columns, which are read where they are."""
-    weight = table(QuantSpec("int8"))
-    for part in (weight[3:20], weight[5:6], weight[:, 7:40]):
-        with record_kernels() as ran:
-            rows = functional.embedding(torch.tensor([0, part.shape[0] - 1]), part)
-        assert ran[-1] == f"cpu_embedding.{build}"
-        assert same_bits(rows, part.dequantize()[[0, -1]])
 
 
 @NEEDS_LIBRARY

@@ -83,26 +83,18 @@ def test_int8_activations(build, name, activation):
                     assert torch.equal(check(x, weight, index, build), wanted)
 
 
-def test_many_rows(build):
+def test_many_rows_and_views(build):
     """More rows of an expert than are multiplied at a time, and each variant of the table."""
     for activation in (None, ASYMMETRIC_TOKEN):
         weight = stack(SPECS["int4 group 32"], 40, 96, activation, count=2)
         x, index = torch.randn(1300, 96), torch.randint(2, (1300, 1))
         index[:1100] = 1
         assert torch.equal(grouped_linear(x, weight, index), one_by_one(x, weight, index))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_half_precision(build, activation, dtype):
-    weight = stack(SPECS["int4 group 32"], 70, 256, ACTIVATIONS[activation], dtype=dtype)
-    with variants.force("dot"):
-        for index in map(torch.tensor, INDICES.values()):
-            check(torch.randn(len(index), 256).to(dtype), weight, index, build)
-
-
-def test_views(build):
-    """Rows that are far apart, columns that are, one row for all; some experts; the stored transpose, twice."""
+    weight = stack(SPECS["int4 group 32"], 20, 64)
+    for rows, share in ((0, 2), (3, 0)):
+        index = torch.zeros(rows, share, dtype=torch.int64)
+        assert grouped_linear(torch.randn(rows, 64), weight, index).shape == (0, 20)
+    # Rows that are far apart, columns that are, one row for all; some experts; the stored transpose, twice.
     weight, wide = stack(SPECS["int8 row"], 37, 96), torch.randn(9, 200)
     index = torch.randint(5, (9, 2))
     with variants.force("dot"):
@@ -115,15 +107,17 @@ def test_views(build):
         assert torch.equal(y, grouped_linear(wide[:, :96], weight, index)[:, 3:20]), "rows that are no stack"
 
 
-def test_nothing_to_multiply(build):
-    weight = stack(SPECS["int4 group 32"], 20, 64)
-    for rows, share in ((0, 2), (3, 0)):
-        index = torch.zeros(rows, share, dtype=torch.int64)
-        assert grouped_linear(torch.randn(rows, 64), weight, index).shape == (0, 20)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_half_precision(build, activation, dtype):
+    weight = stack(SPECS["int4 group 32"], 70, 256, ACTIVATIONS[activation], dtype=dtype)
+    with variants.force("dot"):
+        for index in map(torch.tensor, INDICES.values()):
+            check(torch.randn(len(index), 256).to(dtype), weight, index, build)
 
 
 @NEEDS_LIBRARY
-def test_special_values():
+def test_special_values_and_static_activations():
     """Infinities and NaN stay in the rows of their token; rows of no expert are zero whatever the token holds."""
     index = torch.tensor([[0, 1], [0, 1], [9, 1]])
     for activation in ACTIVATIONS.values():
@@ -134,10 +128,6 @@ def test_special_values():
         assert not y[2:4].isfinite().any()
         assert not y[4].any()
         assert y[5].isnan().all()
-
-
-@NEEDS_LIBRARY
-def test_static_activation():
     spec = LinearSpec(SPECS["int8 row"], QuantSpec("int8", PerTensor()), static=True)
     weight = AffineQuantizedTensor.from_float(torch.randn(5, 40, 96), spec, act_scale=torch.full((1, 1), 0.02))
     index = torch.tensor(INDICES["some"])
@@ -160,6 +150,22 @@ def test_what_the_kernels_leave_to_others():
         assert ran[0] == "grouped_linear:experts_as_linear_layers"
         token, place = torch.where(index == 3)
         assert compute_error(reference.linear(x[token], weight[3], None), y[token, place]) > 100
+
+
+@NEEDS_LIBRARY
+def test_compiled_with_dynamic_shapes():
+    """One graph for every number of tokens."""
+    offsets = torch.tensor([1, 1, 2, 5, 7], dtype=torch.int32)
+    for activation in ACTIVATIONS.values():
+        weight = stack(SPECS["int4 group 32"], 64, 128, activation)
+        graphs = CompileCounter()
+        by_group = torch.compile(functional.grouped_mm, fullgraph=True, dynamic=True, backend=graphs)
+        for rows in (7, 9, 40):
+            x = torch.randn(rows, 128)
+            y = by_group(x, weight.transpose(1, 2), offs=offsets)
+            assert torch.equal(y, functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets))
+            assert not y[7:].any()
+        assert graphs.frame_count == 1
 
 
 @NEEDS_LIBRARY
@@ -189,19 +195,3 @@ def test_tensors_that_do_not_fit_are_refused():
         memory.untyped_storage().resize_(0)
         with pytest.raises(ValueError, match="given back"):
             experts.cpu_experts_mm(x, index, codes, scale, *numerics)
-
-
-@NEEDS_LIBRARY
-def test_compiled_with_dynamic_shapes():
-    """One graph for every number of tokens."""
-    offsets = torch.tensor([1, 1, 2, 5, 7], dtype=torch.int32)
-    for activation in ACTIVATIONS.values():
-        weight = stack(SPECS["int4 group 32"], 64, 128, activation)
-        graphs = CompileCounter()
-        by_group = torch.compile(functional.grouped_mm, fullgraph=True, dynamic=True, backend=graphs)
-        for rows in (7, 9, 40):
-            x = torch.randn(rows, 128)
-            y = by_group(x, weight.transpose(1, 2), offs=offsets)
-            assert torch.equal(y, functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets))
-            assert not y[7:].any()
-        assert graphs.frame_count == 1

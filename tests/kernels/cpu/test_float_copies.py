@@ -47,45 +47,18 @@ def runs(model: nn.Module, x: torch.Tensor) -> str:
 X = torch.randn(5, 96)
 
 
-def test_made_once_and_used_again():
+def test_made_once_and_anew_of_a_changed_weight():
     model = layer()
     assert runs(model, X) == COPY
     assert float_copies.used() == BYTES
     made = next(iter(float_copies._entries.values())).copy
     assert runs(model, X) == COPY
     assert next(iter(float_copies._entries.values())).copy is made
-
-
-def test_none_by_default():
-    with qtorch.config.patch(float_copy_bytes=0):
-        assert runs(layer(), X).endswith(".float")
-        assert "qtorch.config.float_copy_bytes" in str(qtorch.explain(layer()))
-    assert qtorch.config.__class__().float_copy_bytes == 0
-    assert float_copies.used() == 0
-
-
-def test_the_limit_holds_for_all_together():
-    models = [layer() for _ in range(3)]
-    assert [runs(model, X) == COPY for model in models] == [True, True, False]
-    assert float_copies.used() == 2 * BYTES
-    del models[0]
-    gc.collect()
-    assert float_copies.used() == BYTES, "a copy goes with its weight"
-    assert runs(models[1], X) == COPY
-    with qtorch.config.patch(float_copy_bytes=0):
-        assert runs(models[1], X) != COPY
-    assert float_copies.used() == 0
-
-
-def test_another_dtype_is_another_copy():
     model = layer()
     assert runs(model, X) == COPY
     model.bfloat16()
     assert runs(model, X.bfloat16()) == COPY
     assert float_copies.used() in (BYTES // 2, BYTES * 3 // 2)
-
-
-def test_a_weight_that_changes_is_dequantized_anew():
     model, other = layer(), layer()
     before = model(X)
     model.load_state_dict(other.state_dict())
@@ -98,50 +71,17 @@ def test_a_weight_that_changes_is_dequantized_anew():
     assert runs(model, X) == COPY
 
 
-def test_a_weight_that_moves_takes_nothing_along():
-    model = layer()
-    runs(model, X)
-    assert len(pickle.dumps(model)) == len(pickle.dumps(layer()))
-    twin = copy.deepcopy(model)
-    assert float_copies.used() == BYTES
-    model.to("meta")
-    gc.collect()
+def test_none_by_default_and_only_where_it_is_faster(monkeypatch):
+    with qtorch.config.patch(float_copy_bytes=0):
+        assert runs(layer(), X).endswith(".float")
+        assert "qtorch.config.float_copy_bytes" in str(qtorch.explain(layer()))
+    assert qtorch.config.__class__().float_copy_bytes == 0
     assert float_copies.used() == 0
-    assert runs(twin, X) == COPY
-
-
-def test_inference_tensors_have_none():
-    """Writing to them leaves no trace."""
+    # Writing to them leaves no trace.
     with torch.inference_mode():
         assert runs(layer(), X).endswith(".float")
         assert float_copies.used() == 0
-
-
-def test_compiled():
-    model = layer()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (3, 7):
-        x = torch.randn(rows, 96)
-        with record_kernels() as ran:
-            y = compiled(x)
-        assert ran[-1] == COPY
-        torch.testing.assert_close(y, model(x))
-    assert float_copies.used() == BYTES
-
-
-def test_from_eight_threads():
-    models = [layer() for _ in range(4)]
-    expected = [model(X) for model in models]
-    float_copies.clear()
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda i: models[i % 4](X), range(200)))
-    for i, y in enumerate(found):
-        torch.testing.assert_close(y, expected[i % 4])
-    assert float_copies.used() == 2 * BYTES
-
-
-def test_only_where_it_is_faster(monkeypatch):
-    """The second list of choices decides; without room the first."""
+    # The second list of choices decides; without room the first.
     key = variants.key_of(torch.float32, True, True, 64 * 96)
     monkeypatch.setattr(variants, "_forced", [])
     monkeypatch.setattr(variants, "_find", variants._find.__wrapped__)
@@ -153,6 +93,48 @@ def test_only_where_it_is_faster(monkeypatch):
     with qtorch.config.patch(float_copy_bytes=BYTES - 1):
         float_copies.clear()
         assert runs(model, X).endswith(".dot")
+
+
+def test_the_limit_and_weights_that_move():
+    models = [layer() for _ in range(3)]
+    assert [runs(model, X) == COPY for model in models] == [True, True, False]
+    assert float_copies.used() == 2 * BYTES
+    del models[0]
+    gc.collect()
+    assert float_copies.used() == BYTES, "a copy goes with its weight"
+    assert runs(models[1], X) == COPY
+    with qtorch.config.patch(float_copy_bytes=0):
+        assert runs(models[1], X) != COPY
+    assert float_copies.used() == 0
+    model = layer()
+    runs(model, X)
+    assert len(pickle.dumps(model)) == len(pickle.dumps(layer()))
+    twin = copy.deepcopy(model)
+    assert float_copies.used() == BYTES
+    model.to("meta")
+    gc.collect()
+    assert float_copies.used() == 0
+    assert runs(twin, X) == COPY
+
+
+def test_compiled_and_from_eight_threads():
+    model = layer()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (3, 7):
+        x = torch.randn(rows, 96)
+        with record_kernels() as ran:
+            y = compiled(x)
+        assert ran[-1] == COPY
+        torch.testing.assert_close(y, model(x))
+    assert float_copies.used() == BYTES
+    models = [layer() for _ in range(4)]
+    expected = [model(X) for model in models]
+    float_copies.clear()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: models[i % 4](X), range(200)))
+    for i, y in enumerate(found):
+        torch.testing.assert_close(y, expected[i % 4])
+    assert float_copies.used() == 2 * BYTES
 
 
 PER_ROW, GROUPS = qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32)

@@ -25,11 +25,18 @@ def layer() -> nn.Linear:
 
 
 @pytest.mark.slow
-def test_switched_off():
+def test_threads_and_switches():
     done = run(QTORCH_CPU_KERNELS="0")
     assert "['linear:weight_only_mm', 'weight_only_mm']" in done.stdout
     assert "cpu_weight_only_mm: is switched off by QTORCH_CPU_KERNELS=0" in done.stdout
     assert done.stderr == ""
+    # One OpenMP runtime in the process.
+    program = LAYER + "\nmaps = open('/proc/self/maps').read()\n"
+    program += "print('runtimes', {l.split()[-1] for l in maps.splitlines() if 'gomp' in l or 'iomp' in l})"
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("needs /proc")
+    done = run(program)
+    assert done.stdout.rpartition("runtimes")[2].count(".so") == 1
 
 
 @pytest.mark.slow
@@ -42,14 +49,7 @@ def test_not_built(tmp_path):
     assert run("import qtorch", QTORCH_CPU_LIBRARIES=str(tmp_path)).stderr == ""
 
 
-def test_no_compiler(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    assert set(build.build(tmp_path).values()) == {"there is no C++ compiler on the PATH"}
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_install_without_a_compiler(tmp_path):
+def test_without_a_compiler(monkeypatch, tmp_path):
     """setup.py warns and goes on."""
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
     environment = {**os.environ, "PATH": "", "CXX": ""}
@@ -57,6 +57,11 @@ def test_install_without_a_compiler(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "there is no C++ compiler on the PATH" in done.stderr
     assert list(tmp_path.rglob("*.so")) == []
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "lib").mkdir()
+    assert set(build.build(tmp_path / "lib").values()) == {"there is no C++ compiler on the PATH"}
+    assert list((tmp_path / "lib").iterdir()) == []
 
 
 @pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
@@ -97,22 +102,7 @@ def test_libraries_of_other_sources_are_refused(monkeypatch):
         compiled_library.Library(loaded.instruction_set, loaded.path)
 
 
-def test_use_says_what_is_wrong():
-    with pytest.raises(ValueError, match="does not run sse9"), compiled_library.use("sse9"):
-        pass
-    with pytest.raises(ValueError, match="no variant 'guess'"), variants.force("guess"):
-        pass
-
-
-def test_explain_names_the_kernel():
-    model, text = layer(), "cpu_weight_only_mm"
-    with compiled_library.use(None):
-        assert f"not {text}: is switched off" in str(qtorch.explain(model))
-    if compiled_library.library() is not None:
-        assert f"runs {text}" in str(qtorch.explain(model))
-
-
-def test_calls_from_eight_threads(build):
+def test_choices_use_and_eight_threads(build):
     model = layer().requires_grad_(False)
     inputs = [torch.randn(rows, 256) for rows in (1, 2, 5, 9, 17, 40, 70, 3)]
     with ThreadPoolExecutor(8) as pool:
@@ -120,6 +110,22 @@ def test_calls_from_eight_threads(build):
         for _ in range(5):
             for y, wanted in zip(pool.map(model, inputs * 4), expected * 4, strict=True):
                 assert torch.equal(y, wanted)
+    kinds, both, sizes = ("float32", "bfloat16", "float16", "int8"), (True, False), (1, variants.SMALL + 1)
+    keys = {variants.key_of(*key) for key in itertools.product(kinds, both, both, sizes)}
+    keys |= {f"{key} copied" for key in keys if not key.startswith("int8")}
+    keys |= {variants.key_of("int8", True, True, size, short_groups=True) for size in sizes}
+    shipped = variants.read(variants.SHIPPED)
+    for name in build.FLAGS["x86_64"]:
+        assert all(keys <= set(table) for table in shipped[name].values())
+    with pytest.raises(ValueError, match="does not run sse9"), compiled_library.use("sse9"):
+        pass
+    with pytest.raises(ValueError, match="no variant 'guess'"), variants.force("guess"):
+        pass
+    model, text = layer(), "cpu_weight_only_mm"
+    with compiled_library.use(None):
+        assert f"not {text}: is switched off" in str(qtorch.explain(model))
+    if compiled_library.library() is not None:
+        assert f"runs {text}" in str(qtorch.explain(model))
 
 
 class Embedded(Dataset):
@@ -148,24 +154,3 @@ def test_forked_workers():
         loader = DataLoader(Embedded(model, x), batch_size=3, num_workers=2, multiprocessing_context="fork", timeout=60)
         batches = list(loader)
     torch.testing.assert_close(torch.cat(batches), expected)
-
-
-@pytest.mark.slow
-def test_threads_are_those_of_torch():
-    """One OpenMP runtime in the process."""
-    program = LAYER + "\nmaps = open('/proc/self/maps').read()\n"
-    program += "print('runtimes', {l.split()[-1] for l in maps.splitlines() if 'gomp' in l or 'iomp' in l})"
-    if not Path("/proc/self/maps").exists():
-        pytest.skip("needs /proc")
-    done = run(program)
-    assert done.stdout.rpartition("runtimes")[2].count(".so") == 1
-
-
-def test_the_choices_cover_every_build():
-    kinds, both, sizes = ("float32", "bfloat16", "float16", "int8"), (True, False), (1, variants.SMALL + 1)
-    keys = {variants.key_of(*key) for key in itertools.product(kinds, both, both, sizes)}
-    keys |= {f"{key} copied" for key in keys if not key.startswith("int8")}
-    keys |= {variants.key_of("int8", True, True, size, short_groups=True) for size in sizes}
-    shipped = variants.read(variants.SHIPPED)
-    for name in build.FLAGS["x86_64"]:
-        assert all(keys <= set(table) for table in shipped[name].values())

@@ -165,13 +165,27 @@ def test_every_number_of_rows(build, variant, activation):
 
 
 @pytest.mark.usefixtures("build")
-def test_inputs_that_are_views():
+def test_views_static_activations_and_small_numbers_beside_large_ones():
     weight = quantized(SPECS["int8 row"], (50, 96))
     wide, bias = torch.randn(9, 200), torch.randn(50)
     for x in (wide[:, 5:101], wide[::2, :96], torch.randn(96, 9).t(), wide[:1, :96].expand(7, 96)):
         torch.testing.assert_close(functional.linear(x, weight, bias), functional.linear(x.clone(), weight, bias))
     part = weight[3:20]
     assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < gamma(96 + EXTRA)
+    # A column that no weight reads does not take the precision of the others, by one more slice or another variant.
+    weight = torch.randn(40, 96)
+    weight[:, 7] = 0
+    weight = AffineQuantizedTensor.from_float(weight, SPECS["int8 row"])
+    for outlier in (1e2, 1e4, 1e7):
+        x = torch.randn(20, 96)
+        y = functional.linear(x, weight)
+        x[:, 7] = outlier
+        with variants.force("fixed"):
+            assert compute_error(y, functional.linear(x, weight)) > 100, outlier
+    spec = LinearSpec(SPECS["int8 row"], ACTIVATIONS["tensor"], static=True)
+    weight = AffineQuantizedTensor.from_float(torch.randn(40, 96), spec, act_scale=torch.full((1, 1), 0.02))
+    x = torch.randn(5, 96)
+    assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
 
 
 @pytest.mark.parametrize("activation", [None, "symmetric"])
@@ -213,8 +227,14 @@ def test_dequantized_slices(build, name, dtype, monkeypatch):
 
 
 @pytest.mark.usefixtures("build")
-def test_special_values():
-    """Infinities and NaN stay in their row; huge and tiny numbers are exact, if sums of codes times them fit."""
+def test_the_largest_codes_and_special_values():
+    """Instructions that saturate would be wrong here."""
+    signs = torch.randint(0, 2, (40, 4096)) * 2.0 - 1
+    weight = AffineQuantizedTensor.from_float(signs[:33], LinearSpec(QuantSpec("int8"), ACTIVATIONS["symmetric"]))
+    for variant in ("dot", "tile"):
+        with variants.force(variant):
+            assert torch.equal(functional.linear(signs[20:38], weight), reference.linear(signs[20:38], weight, None))
+    # Infinities and NaN stay in their row; huge and tiny numbers are exact, if sums of codes times them fit.
     weight = AffineQuantizedTensor.from_float(torch.randn(40, 96).abs() + 0.1, SPECS["int8 row"])
     x = torch.ones(20, 96)
     x[3, 5], x[4, 7] = float("inf"), float("nan")
@@ -227,30 +247,6 @@ def test_special_values():
         assert y[4].isnan().all(), variant
         rest = [i for i in range(20) if i not in (3, 4)]
         assert error(y[rest], x[rest], weight) < 1e-6
-
-
-@pytest.mark.usefixtures("build")
-def test_fixed_point_keeps_small_numbers_beside_large_ones():
-    """A column that no weight reads does not take the precision of the others, by one more slice or another variant."""
-    weight = torch.randn(40, 96)
-    weight[:, 7] = 0
-    weight = AffineQuantizedTensor.from_float(weight, SPECS["int8 row"])
-    for outlier in (1e2, 1e4, 1e7):
-        x = torch.randn(20, 96)
-        y = functional.linear(x, weight)
-        x[:, 7] = outlier
-        with variants.force("fixed"):
-            assert compute_error(y, functional.linear(x, weight)) > 100, outlier
-
-
-@pytest.mark.usefixtures("build")
-def test_the_largest_codes():
-    """Instructions that saturate would be wrong here."""
-    signs = torch.randint(0, 2, (40, 4096)) * 2.0 - 1
-    weight = AffineQuantizedTensor.from_float(signs[:33], LinearSpec(QuantSpec("int8"), ACTIVATIONS["symmetric"]))
-    for variant in ("dot", "tile"):
-        with variants.force(variant):
-            assert torch.equal(functional.linear(signs[20:38], weight), reference.linear(signs[20:38], weight, None))
 
 
 @pytest.mark.parametrize("name", ["int4 group", "uint4 group", "int4 group 128", "int4 long group"])
@@ -281,13 +277,6 @@ def test_channels_with_the_largest_codes(build, activation, columns):
             y = int8_linear.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
         assert ran[-1] == f"cpu_int8_mm.{build}.channels"
         assert torch.equal(y, int8_grouped_mm(xq, xs, xz, codes, scale, zero, torch.float32))
-
-
-def test_static_activation():
-    spec = LinearSpec(SPECS["int8 row"], ACTIVATIONS["tensor"], static=True)
-    weight = AffineQuantizedTensor.from_float(torch.randn(40, 96), spec, act_scale=torch.full((1, 1), 0.02))
-    x = torch.randn(5, 96)
-    assert torch.equal(functional.linear(x, weight), reference.linear(x, weight, None))
 
 
 def test_a_compiler_fuses_around_the_product_of_matrix_tiles(build):

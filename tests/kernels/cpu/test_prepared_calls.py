@@ -18,6 +18,7 @@ from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, linear, regi
 from qtorch.kernels import record_kernels, registry
 from qtorch.kernels.cpu import compiled_library, memory, variants
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
+from tests.refusals import refuses
 from tests.rounding import assert_same_product
 
 pytestmark = NEEDS_LIBRARY
@@ -166,10 +167,32 @@ def test_copies_have_none_of_it(make: Callable[[], nn.Module], x: Tensor, name: 
     assert name not in model.weight._extra_state()
 
 
-def test_a_matrix_product_has_no_second_call(looked_up):
+def test_settings_and_written_codes(looked_up):
     weight = layer().weight
     weight.fast_linear = None
     assert torch.equal(X @ weight.t(), functional.linear(X, weight))
+    model = layer()
+    with qtorch.config.patch(float_copy_bytes=1 << 20):
+        model(X)
+    for _ in range(2):
+        model(X)
+        assert looked_up == ["linear"] * 3
+    qtorch.config.strict = False
+    model(X)
+    assert looked_up == ["linear"] * 4
+    model, other = layer(bias=False), layer(bias=False)
+    with torch.no_grad():
+        model.weight.copy_(other.weight)
+    assert torch.equal(model(X), other(X))
+    model = layer()
+    codes, weight = weakref.ref(model.weight.qdata), weakref.ref(model.weight)
+    gc.disable()
+    try:
+        del model
+        assert codes() is None
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", ["qdata", "scale"])
@@ -184,13 +207,6 @@ def test_tensors_that_move_are_looked_at_again(name, looked_up):
     for _ in range(2):
         assert torch.equal(model(X), wanted)
         assert looked_up == ["linear"]
-
-
-def test_written_codes_are_read():
-    model, other = layer(bias=False), layer(bias=False)
-    with torch.no_grad():
-        model.weight.copy_(other.weight)
-    assert torch.equal(model(X), other(X))
 
 
 def _autocast(model: nn.Linear) -> None:
@@ -246,9 +262,18 @@ def test_inputs_that_are_refused():
         (ValueError, "does not fit", torch.tensor(1.0)),
         (ValueError, "the input is on meta", X.to("meta")),
     ):
-        with pytest.raises(error, match=message):
-            functional.linear(x, model.weight, model.bias)
+        refuses(message, lambda x=x: functional.linear(x, model.weight, model.bias), error)
         assert torch.equal(model(X), wanted)
+
+
+def test_compiled_after_a_call_and_mapped():
+    model = layer()
+    wanted = model(X)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with record_kernels() as ran:
+        torch.testing.assert_close(compiled(X), wanted)
+    assert ran[0] == "cpu_weight_only_mm", ran
+    assert torch.equal(torch.vmap(model)(X[None]), wanted[None])
 
 
 def test_registered_code_comes_first(looked_up):
@@ -284,40 +309,6 @@ def test_other_variants(variant):
         with record_kernels() as ran:
             model(X)
         assert any(name.endswith(f".{variant}") for name in ran)
-
-
-def test_a_setting_ends_it(looked_up):
-    model = layer()
-    with qtorch.config.patch(float_copy_bytes=1 << 20):
-        model(X)
-    for _ in range(2):
-        model(X)
-        assert looked_up == ["linear"] * 3
-    qtorch.config.strict = False
-    model(X)
-    assert looked_up == ["linear"] * 4
-
-
-def test_it_keeps_nothing_alive():
-    model = layer()
-    codes, weight = weakref.ref(model.weight.qdata), weakref.ref(model.weight)
-    gc.disable()
-    try:
-        del model
-        assert codes() is None
-        assert weight() is None
-    finally:
-        gc.enable()
-
-
-def test_compiled_after_a_call_and_mapped():
-    model = layer()
-    wanted = model(X)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with record_kernels() as ran:
-        torch.testing.assert_close(compiled(X), wanted)
-    assert ran[0] == "cpu_weight_only_mm", ran
-    assert torch.equal(torch.vmap(model)(X[None]), wanted[None])
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 4), (2, 0, 3), (2, 3, 4)])

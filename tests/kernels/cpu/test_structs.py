@@ -1,12 +1,17 @@
-"""The structs handed to C++ have the fields that C++ declares, in the same order."""
+"""The C++ source: its fields are those that Python declares, and sanitizers find nothing."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
-from qtorch.kernels.cpu import conv_codes, structs
+from qtorch.kernels.cpu import build, compiled_library, conv_codes, structs
 from qtorch.kernels.cpu.build import SOURCES
+from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 SIZE = 8
 DECLARED = "".join(re.sub(r"//.*", "", path.read_text()) for path in SOURCES.glob("*.[ch]*"))
@@ -57,3 +62,27 @@ def flat(hints):
 def test_bytes():
     call = structs.Call(structs.Input(1, 2, 3, 4), structs.Output(5, 6, 7, 8), 9, 10)
     assert structs.pack(call) == b"".join(i.to_bytes(8, "little") for i in range(1, 11))
+
+
+def has_sanitizers() -> bool:
+    """Whether the compiler is gcc, and its address sanitizer is installed."""
+    compiler = build.find_compiler()
+    if compiler is None:
+        return False
+    found = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    return Path(found.stdout.strip()).is_absolute()
+
+
+@pytest.mark.slow
+@NEEDS_LIBRARY
+@pytest.mark.skipif(not has_sanitizers(), reason="needs gcc and its address sanitizer")
+def test_no_errors():
+    script = Path(__file__).with_name("sanitize.sh")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"SANITIZE_SETS": compiled_library.library().instruction_set, "SANITIZE_ONCE": "1"}
+    environment["SANITIZE_SECONDS"] = "2400"
+    done = subprocess.run(
+        ["bash", script, sys.executable], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout

@@ -161,7 +161,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 
 
 @NEEDS_LIBRARY
-def test_codes_that_are_no_numbers() -> None:
+def test_codes_that_are_no_numbers_and_damaged_scales() -> None:
     """Infinities and NaN of a row stay in its column of the result."""
     spec = QuantSpec("float8_e5m2", zero_point_domain=ZeroPointDomain.NONE)
     weight = AffineQuantizedTensor.from_float(torch.randn(6, 64), spec)
@@ -174,6 +174,14 @@ def test_codes_that_are_no_numbers() -> None:
         assert bool(y[:, 1].isposinf().all())
         assert bool(y[:, 4].isnan().all())
         assert bool(y[:, [0, 2, 3, 5]].isfinite().all())
+    # Memory that is not there is not read.
+    weight = weights("NVFP4")[-1]
+    arguments = weight.qdata, weight.shape[0], weight.scale, None, None, False, "float4_e2m1", -6.0, 6.0, "NONE"
+    for scales in (("float8_e4m3fn", 8), ("float8_e4m3fn", 0)):
+        with pytest.raises(ValueError, match="scales in groups of"):
+            cpu_double_quantized_mm(
+                torch.randn(1, weight.shape[1]), *arguments, *scales, True, weight.scale_scale, None, None, None
+            )
 
 
 @NEEDS_LIBRARY
@@ -214,18 +222,6 @@ def test_numbers_of_quantized_scales(name: str) -> None:
         scale, zero_point = QuantizedScales.of(weight).numbers(weight.scale, getattr(weight, "zero_point", None))
         assert torch.equal(scale, weight.dense_scale())
         assert zero_point is None or torch.equal(zero_point, weight.dense_zero_point())
-
-
-@NEEDS_LIBRARY
-def test_damaged_scales_of_scales() -> None:
-    """Memory that is not there is not read."""
-    weight = weights("NVFP4")[-1]
-    arguments = weight.qdata, weight.shape[0], weight.scale, None, None, False, "float4_e2m1", -6.0, 6.0, "NONE"
-    for scales in (("float8_e4m3fn", 8), ("float8_e4m3fn", 0)):
-        with pytest.raises(ValueError, match="scales in groups of"):
-            cpu_double_quantized_mm(
-                torch.randn(1, weight.shape[1]), *arguments, *scales, True, weight.scale_scale, None, None, None
-            )
 
 
 @NEEDS_LIBRARY

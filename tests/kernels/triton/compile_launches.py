@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+import qtorch
 from qtorch.kernels.cache_form import TOKENS, cache_form
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.adam import adam
@@ -28,12 +29,7 @@ from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm, transposed_copy
 from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
 from qtorch.kernels.cuda.triton.kv_attention import kv_attention
-from qtorch.kernels.cuda.triton.quantize import (
-    quantize_columnwise,
-    quantize_rowwise,
-    quantize_rowwise_asymmetric,
-    quantize_tilewise,
-)
+from qtorch.kernels.cuda.triton.quantize import quantize_columnwise, quantize_rowwise, quantize_tilewise
 from qtorch.kernels.cuda.triton.stochastic_update import update_bf16, update_int8
 from qtorch.kernels.cuda.triton.tile_scaled_mm import tile_scaled_mm
 from qtorch.kernels.ops.adam import LARGEST_SCALE
@@ -175,7 +171,7 @@ def quantizers(m: int, k: int, dtype: torch.dtype) -> Iterator[Launch]:
         about = f"{order} {m} x {k} {dtype}"
         for name, call in {
             "quantize": lambda x=x: quantize_rowwise(x, seed=SEED),
-            "quantize asymmetric": lambda x=x: quantize_rowwise_asymmetric(x),
+            "quantize asymmetric": lambda x=x: qtorch.kernels.cuda.triton.quantize.quantize_rowwise_asymmetric(x),
             "quantize both": lambda x=x: quantize_rowwise(x, E4M3, transposed=True),
             "quantize columns": lambda x=x: quantize_columnwise(x),
             "quantize tiles": lambda x=x: quantize_tilewise(x, (1, k)),

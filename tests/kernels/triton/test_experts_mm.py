@@ -67,12 +67,20 @@ def test_dtypes_widths_and_strides(bits, dtype, device):
     assert compute_error(of_experts(x, weight, experts), y) > LEAST[dtype]
 
 
-def test_many_experts_share_tiles(device):
+def test_many_experts_and_the_choice(device):
     """More experts than rows, and a number that is no power of two."""
     weight = weight_of(QuantSpec("int8", PerRow()), (37, 4, 32), device)
     x, experts = torch.randn(5, 32, device=device), torch.randint(37, (5, 4), device=device)
     y = cuda_experts_mm(x, experts, *weight_arguments(weight))
     assert compute_error(of_experts(x, weight, experts), y) > LEAST[torch.float32]
+    if torch.cuda.is_available():
+        pytest.skip("the choice for a machine without a GPU")
+    for activation, name in ((None, "cuda_experts_mm"), (TOKEN, "cuda_experts_int8_mm")):
+        scheme = weight_of(QuantSpec("int4", PerGroup(32)), (2, 8, 64), "cpu", activation).scheme
+        problem = Problem("grouped_linear", scheme, torch.bfloat16, "cuda")
+        reasons = {kernel.name: reason for kernel, reason in candidates(problem)}
+        assert reasons[name] is None or "CUDA" in reasons[name] or "GPU" in reasons[name]
+        assert choose(problem).name in (name, "experts_as_linear_layers")
 
 
 @pytest.mark.parametrize("rows", [0, 2])
@@ -101,14 +109,3 @@ def test_arguments_are_checked(device):
     xs = torch.ones(2, 1, device=device)
     with pytest.raises(ValueError, match=r"scale must have shape \(N, groups\)"):
         experts_int8_mm(x.to(torch.int8), experts, xs, None, codes, scale[:2], None, "int8", torch.float32)
-
-
-def test_it_is_chosen_on_cuda():
-    if torch.cuda.is_available():
-        pytest.skip("the choice for a machine without a GPU")
-    for activation, name in ((None, "cuda_experts_mm"), (TOKEN, "cuda_experts_int8_mm")):
-        scheme = weight_of(QuantSpec("int4", PerGroup(32)), (2, 8, 64), "cpu", activation).scheme
-        problem = Problem("grouped_linear", scheme, torch.bfloat16, "cuda")
-        reasons = {kernel.name: reason for kernel, reason in candidates(problem)}
-        assert reasons[name] is None or "CUDA" in reasons[name] or "GPU" in reasons[name]
-        assert choose(problem).name in (name, "experts_as_linear_layers")

@@ -112,23 +112,17 @@ def test_strides(variant, device):
         check(wide[:rows, :128], weight(QuantSpec("int8", PerRow()), 128, 48, variant, device).t(), variant)
 
 
-def test_many_rows_where_only_one_is_taken(device):
+def test_one_row_parts_and_the_largest_sums(device):
     """A configuration for one row, met by two."""
     of_groups, x = weight(QuantSpec("int4", PerGroup(32)), 20, 64, "mv", device), torch.randn(2, 64, device=device)
     with forced(VARIANTS["mv"].config):
         assert compute_error(reference.linear(x, of_groups, None), run(x, of_groups)) > 95
-
-
-def test_parts_are_added_in_order(device):
-    """The same bits each time, however the contracted axis is shared."""
+    # The same bits each time, however the contracted axis is shared.
     of_groups, x = weight(QuantSpec("int4", PerGroup(32)), 20, 512, "mm", device), torch.randn(3, 512, device=device)
     with forced(VARIANTS["mm, split"].config):
         first = run(x, of_groups)
         assert all(torch.equal(run(x, of_groups), first) for _ in range(3))
-
-
-def test_largest_sums(device):
-    """All codes at their bounds: sums that fp32 could not hold."""
+    # All codes at their bounds: sums that fp32 could not hold.
     k = 4096
     xq, one = torch.full((2, k), -128, dtype=torch.int8, device=device), torch.ones(2, 1, device=device)
     codes = torch.full((3, k), 255, dtype=torch.uint8, device=device)
@@ -153,7 +147,7 @@ def test_empty(activation, device):
         assert torch.equal(y, (torch.zeros(3, device=device) if bias is None else bias).expand(2, 3))
 
 
-def test_errors_of_weight_only_products(device):
+def test_errors_of_products(device):
     x = torch.randn(2, 64, device=device)
     codes, scale = torch.ones(6, 32, dtype=torch.uint8, device=device), torch.ones(6, 2, device=device)
     good = {"x": x, "qdata": codes, "scale": scale, "zero_point": None, "dtype": "uint4", "middle": 8.0}
@@ -172,9 +166,6 @@ def test_errors_of_weight_only_products(device):
         ("x", torch._neg_view(x), r"x of shape \(2, 64\) is a lazy negative"),
         ("scale", torch._to_functional_tensor(scale), r"scale of shape \(6, 2\) has no memory"),
     )
-
-
-def test_errors_of_int8_products(device):
     xq, xs = torch.ones(2, 64, dtype=torch.int8, device=device), torch.ones(2, 1, device=device)
     codes, ws = torch.ones(6, 32, dtype=torch.uint8, device=device), torch.ones(6, 2, device=device)
     of_weight = {"qdata": codes, "ws": ws, "wz": None, "weight_dtype": "int4"}

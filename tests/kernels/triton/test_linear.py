@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec
+from qtorch import AffineQuantizedTensor, BlockSparseLayout, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear import reference
+from qtorch.kernels.linear.block_sparse import block_sparse_int8_scaled_mm, block_sparse_weight_only_mm
 from qtorch.kernels.registry import Problem, kernels
-from qtorch.primitives import ZeroPointDomain, compute_error
+from qtorch.primitives import LinearSpec, MappingType, ZeroPointDomain, compute_error, prune_blocks
 from tests.fast_part import matrix_but
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
@@ -72,7 +73,7 @@ def test_a_bias_of_another_dtype_decides_the_result(name, device):
     assert compute_error(reference.linear(x.float(), weight, bias), y) > 30
 
 
-def test_int8_kernel_chooses_by_the_weight(device):
+def test_choices_and_what_does_not_fit(device):
     x = torch.randn(2, 64, device=device)
     cases = {
         "one_product": (LinearSpec(QuantSpec("int8"), TOKEN), LinearSpec(QuantSpec("int8"), ASYMMETRIC_TOKEN)),
@@ -88,9 +89,13 @@ def test_int8_kernel_chooses_by_the_weight(device):
             with forced(LaunchConfig(16, 32, 32)), record_kernels() as ran:
                 KERNELS["cuda_int8_mm"](x, weight, None)
             assert f"cuda_int8_mm.{path}" in ran
+    spec = LinearSpec(QuantSpec("int8"), layout=BlockSparseLayout(16, 0.5))
+    weight = AffineQuantizedTensor.from_float(prune_blocks(torch.randn(64, 64), 16, 0.5), spec)
+    problem = Problem("linear", weight.scheme, torch.float32, "cuda")
+    assert "blocks of 32, 64 or 128" in BLOCK_KERNELS["cuda_block_sparse_weight_mm"].rejects(problem)
 
 
-def test_operators_are_well_formed(device):
+def test_operators_are_well_formed_and_compiled(device):
     codes, scale = torch.ones(8, 32, dtype=torch.int8, device=device), torch.rand(8, 2, device=device)
     x = torch.randn(3, 32, device=device)
     xs = torch.rand(3, 1, device=device)
@@ -102,10 +107,7 @@ def test_operators_are_well_formed(device):
         "tile_scaled_mm": (codes, codes, scale, scale, torch.float32),
     }.items():
         torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)
-
-
-def test_compiled_for_any_batch(device):
-    """One graph, with the operators in it as they are."""
+    # One graph, with the operators in it as they are.
     weight = AffineQuantizedTensor.from_float(torch.randn(8, 64), LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN))
     weight = weight.to(device)
     run = lambda x: KERNELS["cuda_int8_mm"].function(x, weight, None)  # noqa: E731
@@ -166,3 +168,32 @@ def test_through_the_registry(name, rows):
     static.copy_(2 * x)
     graph.replay()
     assert torch.equal(result, layer(2 * x))
+
+
+ACTIVATIONS = {"symmetric": TOKEN, "asymmetric": ASYMMETRIC_TOKEN, "none": None}
+WEIGHTS = [QuantSpec("int8"), QuantSpec("int8", PerGroup(32)), QuantSpec("int4", PerGroup(64)), QuantSpec("int3")]
+BLOCK_KERNELS = {kernel.name: kernel for kernel in kernels("linear") if kernel.name.startswith("cuda_block_sparse")}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("spec", matrix_but(WEIGHTS[1:3], WEIGHTS), ids=str)
+def test_against_torch(spec, activation, device):
+    layout = BlockSparseLayout(64, 0.6)
+    linear = LinearSpec(spec, ACTIVATIONS[activation], layout=layout)
+    for rows, dtype in ((1, torch.float32), (20, torch.bfloat16)):
+        values = prune_blocks(torch.randn(128, 320), 64, 0.6).to(dtype)
+        weight = AffineQuantizedTensor.from_float(values, linear).to(device)
+        x, bias = torch.randn(rows, 320, device=device).to(dtype), torch.randn(128, device=device).to(dtype)
+        kernel = BLOCK_KERNELS["cuda_block_sparse_weight_mm" if activation == "none" else "cuda_block_sparse_int8_mm"]
+        assert kernel.rejects(Problem("linear", weight.scheme, dtype, "cuda")) is None
+        with forced(LaunchConfig(16)), record_kernels() as ran:
+            y = kernel(x, weight, bias)
+        assert ran[-1] == "triton.block_sparse_mm"
+        if activation == "none":
+            expected = block_sparse_weight_only_mm(x, weight, bias)
+            assert compute_error(expected, y) > (100 if dtype == torch.float32 else 38)
+            x[0, 7] = torch.nan
+            with forced(LaunchConfig(16)):
+                assert kernel(x, weight, bias)[0].isnan().all()
+        else:
+            assert torch.equal(y, block_sparse_int8_scaled_mm(x, weight, bias))

@@ -59,20 +59,17 @@ def compiled(tmp_path_factory):
     return compile_table("TYPICAL", tmp_path_factory.mktemp("triton"))
 
 
-def test_tensor_core_instructions(compiled):
-    assert [name for name, wanted in INSTRUCTIONS.items() if wanted not in compiled[name]["instructions"]] == []
-
-
-def test_every_kernel(compiled):
+def test_instructions_of_every_kernel(compiled):
     """Fits the shared memory of its GPU, adds nothing in an order left to chance, computes nothing in fp64."""
     for name, result in compiled.items():
         assert result["target"] == (90 if "sm_90" in name else 80), name
         assert result["shared"] <= (227 if "sm_90" in name else 163) * 1024, name
         assert not [i for i in result["instructions"] if i.startswith(("atom", "red", "cvt.f64"))], name
-
-
-def test_tiles_are_fetched_while_others_are_multiplied(compiled):
-    """cp.async, or the copy engine; and wide loads where there are no tiles."""
+    assert [name for name, wanted in INSTRUCTIONS.items() if wanted not in compiled[name]["instructions"]] == []
+    # Two codes an instruction: 64 x 64 bytes of a tile, 128 threads, 16 pairs of bytes, low and high.
+    assert compiled["int4 weight sm_90"]["instructions"].count("lop3.b32") >= 32
+    assert compiled["int4 weight sm_80"]["instructions"].count("lop3.b32") >= 32
+    # cp.async, or the copy engine; and wide loads where there are no tiles.
     assert any(i.startswith("cp.async.cg") for i in compiled["int8 sm_90"]["instructions"])
     assert any(i.startswith("cp.async.bulk.tensor.2d") for i in compiled["int8 sm_90 tma"]["instructions"])
     assert not any(i.startswith("cp.async.c") for i in compiled["int8 sm_90 tma"]["instructions"])
@@ -80,12 +77,6 @@ def test_tiles_are_fetched_while_others_are_multiplied(compiled):
         assert any(i.startswith("cp.async.c") for i in compiled[name]["instructions"]), name
     for name in ("int4 vector sm_90", "quantize int8 sm_90"):
         assert any(i.startswith("ld.global.v4") for i in compiled[name]["instructions"]), name
-
-
-def test_codes_are_unpacked_together(compiled):
-    """Two codes an instruction: 64 x 64 bytes of a tile, 128 threads, 16 pairs of bytes, low and high."""
-    assert compiled["int4 weight sm_90"]["instructions"].count("lop3.b32") >= 32
-    assert compiled["int4 weight sm_80"]["instructions"].count("lop3.b32") >= 32
 
 
 def test_every_launch_compiles(tmp_path):

@@ -1,5 +1,6 @@
-"""A run that is saved and resumed equals one that is not, to the bit; and what else a state may come from."""
+"""States of optimizers: saved, loaded, and kept on the CPU."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import nn
 from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
 from qtorch.training import int8_weight_only_quantized_training, optim
-from qtorch.training.optim import Adam8bit, AdamW4bit, AdamW8bit, _AdamW
+from qtorch.training.optim import Adam8bit, AdamW4bit, AdamW8bit, CPUOffloadOptimizer, _AdamW
 from tests.movement.holding import through_file
-from tests.training.small_model import ALL, cosine, make_model, parameters_of, train
+from tests.refusals import refuses
+from tests.training.small_model import ALL, cosine, loss_of, make_model, parameters_of, train
 
 STEPS, CUT = 8, 5
 
@@ -128,24 +130,119 @@ def test_hooks_see_tensors() -> None:
     assert seen == [BlockedTensor] * 4
 
 
-def test_refusals() -> None:
+def test_refusals_and_tables() -> None:
     model = make_model()
     optimizer = AdamW8bit(model.parameters())
     train(model, optimizer, range(1))
     state = optimizer.state_dict()
     with pytest.raises(ValueError, match="different number of parameter groups"):
         AdamW8bit([{"params": [p]} for p in model.parameters()]).load_state_dict(state)
-    with pytest.raises(ValueError, match="exp_avg of shape"):
-        AdamW8bit(list(model.parameters())[::-1]).load_state_dict(state)
+    refuses("exp_avg of shape", lambda: AdamW8bit(list(model.parameters())[::-1]).load_state_dict(state))
     theirs = torch.optim.AdamW(model.parameters(), maximize=True)
-    with pytest.raises(ValueError, match="no maximize=True"):
-        optimizer.load_state_dict(theirs.state_dict())
-
-
-def test_tables_are_shared_after_loading() -> None:
+    refuses("no maximize=True", lambda: optimizer.load_state_dict(theirs.state_dict()))
     model = make_model()
     optimizer = AdamW8bit(model.parameters())
     train(model, optimizer, range(1))
     optimizer.load_state_dict(through_file(optimizer.state_dict()))
     tables = {optimizer.state[model[i].weight]["exp_avg"].table.data_ptr() for i in (0, 2)}
     assert len(tables) == 1
+
+
+CLASSES = [torch.optim.AdamW, AdamW8bit]
+
+
+@pytest.fixture(params=["plain", "copied", "gradients offloaded"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Arguments."""
+    if request.param != "plain":
+        monkeypatch.setattr(CPUOffloadOptimizer, "_offloads", lambda self, p: p.numel() >= self._minimal_size)
+    return {"offload_gradients": request.param == "gradients offloaded"}
+
+
+def clip(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    if isinstance(optimizer, CPUOffloadOptimizer):
+        return optimizer.clip_grad_norm_(0.1)
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def run(model: nn.Module, optimizer: Any, steps: range, scheduler: Any) -> None:
+    """Each step adds the gradients of two batches and clips them."""
+    for step in steps:
+        optimizer.zero_grad()
+        for half in range(2):
+            loss_of(model, 2 * step + half).backward()
+        clip(model, optimizer)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_equals_the_optimizer_that_it_runs(cls: type[torch.optim.Optimizer], way: dict[str, Any]) -> None:
+    results = []
+    for wrapped in (False, True):
+        model = make_model()
+        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "weight_decay": 0.1, "lr": 3e-3}]
+        more = {"fused": True} if cls is torch.optim.AdamW else {}
+        optimizer = CPUOffloadOptimizer(groups, cls, lr=1e-2, **way) if wrapped else cls(groups, lr=1e-2, **more)
+        run(model, optimizer, range(5), cosine(optimizer, 5))
+        results.append(parameters_of(model))
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-6)
+    start = parameters_of(make_model())
+    assert not any(map(torch.equal, results[1], start))
+
+
+def test_gradients_leave_the_device_and_the_norm(way: dict[str, Any]) -> None:
+    model = make_model()
+    optimizer = CPUOffloadOptimizer(model.parameters(), AdamW8bit, **way)
+    loss_of(model, 0).backward()
+    assert (model[0].weight.grad is None) == way["offload_gradients"]
+    assert model[0].bias.grad is not None, "small parameters stay"
+    optimizer.zero_grad()
+    before = parameters_of(model)
+    optimizer.step()
+    assert all(map(torch.equal, before, parameters_of(model))), "there is no gradient"
+    model = make_model()
+    reference = copy.deepcopy(model)
+    optimizer = CPUOffloadOptimizer(model.parameters(), AdamW8bit, **way)
+    for m in (model, reference):
+        loss_of(m, 0).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected)
+
+
+def test_state_and_refusals() -> None:
+    """The checkpoint of torch's AdamW, into AdamW8bit on the CPU."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(3))
+    offloaded = CPUOffloadOptimizer(model.parameters(), AdamW8bit)
+    offloaded.load_state_dict(optimizer.state_dict())
+    assert offloaded.param_groups[0]["lr"] == 1e-2
+    assert offloaded.state_dict()["state"][0]["step"] == 3
+    train(model, offloaded, range(3, 5))
+    model = make_model()
+    optimizer = CPUOffloadOptimizer(model.parameters())
+    with pytest.raises(ValueError, match="other parameter groups"):
+        optimizer.load_state_dict(torch.optim.AdamW(list(model.parameters())[:1]).state_dict())
+    refuses("can't be copied", lambda: copy.deepcopy(optimizer), TypeError)
+    refuses("minimal_size", lambda: CPUOffloadOptimizer(model.parameters(), minimal_size=-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_on_cuda(offload_gradients: bool) -> None:
+    results = []
+    for wrapped in (False, True):
+        model = make_model().cuda()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if wrapped:
+            optimizer = CPUOffloadOptimizer(model.parameters(), lr=1e-2, offload_gradients=offload_gradients)
+        for step in range(5):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)).cuda()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        results.append(parameters_of(model))
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
-"""Folds: scales that leave the outputs of a model are found in its graph, and nothing else is."""
+"""Exact changes of the float model before it is rounded: scales folded into norms, and rotations."""
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -10,25 +11,19 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_
-from qtorch.calibration import Nearest, calibrated, smooth
+from qtorch.calibration import Nearest, Transform, calibrated, rotate, smooth
 from qtorch.calibration.data import Data
 from qtorch.calibration.transforms import rules
 from qtorch.calibration.transforms.folds import Fold, Parameters, find_folds
 from qtorch.calibration.transforms.propagation import ModelGraph
-from qtorch.calibration.transforms.work import difference, find_wrong, outputs
-from tests.calibration.transform_models import (
-    HIDDEN,
-    KV_HEADS,
-    WIDTH,
-    PreNorm,
-    RmsNorm,
-    of_transformers,
-    randomize,
-    tokens,
-)
+from qtorch.calibration.transforms.rotate import hadamard, random_orthogonal
+from qtorch.calibration.transforms.work import Work, difference, find_wrong, outputs
+from qtorch.model.report import TransformReport
+from tests.calibration import transform_models
+from tests.calibration.transform_models import HIDDEN, WIDTH, PreNorm, RmsNorm, of_transformers, randomize, tokens
 from tests.fast_part import slow_but
 
-KV = KV_HEADS * 8
+KV = transform_models.KV_HEADS * 8
 
 
 def folds_of(model: nn.Module, batch: Any) -> tuple[dict[str, Fold], dict[str, str]]:
@@ -50,11 +45,14 @@ def change(model: nn.Module, batch: Any, folds: list[Fold]) -> float:
     return difference(before, outputs(model, data, batch))
 
 
-@pytest.mark.parametrize(
+PRE_NORMS = pytest.mark.parametrize(
     "options",
     [{}, {"shift": 1.0}, {"repeat": True}, {"gated": True}, {"fused": True}],
     ids=["plain", "1 + w", "repeated k, v", "q and gate in one", "gate and up in one"],
 )
+
+
+@PRE_NORMS
 def test_folds_of_a_pre_norm_model_are_exact(options: dict[str, Any]) -> None:
     model, (batch, _) = PreNorm(**options).double().eval(), tokens()
     folds, refusals = folds_of(model, batch)
@@ -93,7 +91,7 @@ def test_models_of_transformers(name: str) -> None:
     assert change(model, batch, list(folds.values())) < (1e-10 if name in ("gpt2", "vit") else 5e-6)
 
 
-def test_experts_and_router_of_a_norm_are_all_divided() -> None:
+def test_what_is_divided_and_what_keeps_its_scale() -> None:
     model, batch = of_transformers("qwen2_moe")
     folds, _ = folds_of(model, batch)
     consumers = folds["model.layers.0.post_attention_layernorm.weight"].consumers
@@ -101,6 +99,18 @@ def test_experts_and_router_of_a_norm_are_all_divided() -> None:
     shared = {f"shared_expert.{name}_proj.weight" for name in ("gate", "up")} | {"shared_expert_gate.weight"}
     assert names == shared | {"gate.weight", "experts.gate_up_proj"}
     assert "model.layers.0.mlp.experts.gate_up_proj" in folds
+    model, x = randomize(OneNorm("some channels")).double(), torch.randn(3, 5, WIDTH).double()
+    folds, _ = folds_of(model, x)
+    assert folds["norm.weight"].free.tolist() == [False] + [True] * (WIDTH - 1)
+    assert change(model, x, list(folds.values())) < 1e-10
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(16, 8), nn.GELU()).double()
+    x = torch.randn(5, 8).double()
+    folds, _ = folds_of(model.eval(), x)
+    assert list(folds) == ["0.weight"]
+    assert set(folds["0.weight"].labels) == {"0.weight", "0.bias", "3.weight"}
+    assert change(model, x, list(folds.values())) < 1e-10
+    folds, _ = folds_of(nn.Sequential(ByExp(), nn.Linear(WIDTH, WIDTH)), torch.randn(3, WIDTH))
+    assert folds == {}
 
 
 class OneNorm(nn.Module):
@@ -157,13 +167,6 @@ def test_a_norm_with_a_reader_that_is_not_divided_is_not_folded(how: str) -> Non
     assert set(whole["norm.weight"].consumers) == {"first.weight", "second.weight"}
 
 
-def test_channels_that_something_else_reads_keep_their_scale() -> None:
-    model, x = randomize(OneNorm("some channels")).double(), torch.randn(3, 5, WIDTH).double()
-    folds, _ = folds_of(model, x)
-    assert folds["norm.weight"].free.tolist() == [False] + [True] * (WIDTH - 1)
-    assert change(model, x, list(folds.values())) < 1e-10
-
-
 class Looped(nn.Module):
     """One layer twice, and a head with the same input as the second time."""
 
@@ -189,25 +192,11 @@ def test_a_shared_norm_is_folded_where_all_its_uses_agree(tied: bool) -> None:
     assert change(model, x, list(folds.values())) < 1e-10
 
 
-def test_relu_between_layers() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(16, 8), nn.GELU()).double()
-    x = torch.randn(5, 8).double()
-    folds, _ = folds_of(model.eval(), x)
-    assert list(folds) == ["0.weight"]
-    assert set(folds["0.weight"].labels) == {"0.weight", "0.bias", "3.weight"}
-    assert change(model, x, list(folds.values())) < 1e-10
-
-
 class ByExp(RmsNorm):
     """The weight is not a factor: scales cannot go into it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.normalize(x, dim=-1) * self.weight.exp()
-
-
-def test_an_unknown_norm_is_left_alone() -> None:
-    folds, _ = folds_of(nn.Sequential(ByExp(), nn.Linear(WIDTH, WIDTH)), torch.randn(3, WIDTH))
-    assert folds == {}
 
 
 def test_a_wrong_fold_is_undone_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +220,113 @@ def test_a_wrong_fold_is_undone_and_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert 30 < qtorch.compute_error(before(x), model(x)) < 60
 
 
-def test_bisection_finds_what_is_wrong() -> None:
+def test_bisection_and_a_wrong_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ([], [3], [0, 9], list(range(10))):
         assert find_wrong(range(10), lambda some, wrong=wrong: any(item in wrong for item in some)) == wrong
     together = find_wrong(range(4), lambda some: {1, 2} <= set(some))
     assert together == [0, 1, 2, 3]
+    module = importlib.import_module("qtorch.calibration.transforms.rotate")
+    monkeypatch.setattr(module, "_without_weight", lambda work, fold: {})
+    model = PreNorm(1).double().eval()
+    before = dict(model.named_parameters())
+    reports, change = apply(model, tokens()[0], rotate(values=False))
+    assert reports[0].action == "reverted"
+    assert "change by" in reports[0].detail
+    assert change == 0
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def apply(model: nn.Module, batch: Any, transform: Transform) -> tuple[list[TransformReport], float]:
+    """The reports, and the change of the outputs."""
+    work = Work(model, Data([batch]), {})
+    assert work.reference
+    return transform.apply(work), work.difference()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 12, 20, 24, 28, 32, 36, 44, 56, 96, 128, 160])
+def test_hadamard_matrices(size: int) -> None:
+    matrix = hadamard(size)
+    assert torch.equal(matrix.abs(), torch.ones(size, size, dtype=torch.float64))
+    assert torch.equal(matrix @ matrix.t(), size * torch.eye(size, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [3, 6, 10, 32, 48, 50, 92])
+def test_orthogonal_matrices_of_all_sizes(size: int) -> None:
+    q, kind = random_orthogonal(size, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(q @ q.t(), torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert kind == ("random orthogonal" if hadamard(size) is None else "randomized Hadamard")
+    assert not torch.allclose(q, random_orthogonal(size, torch.Generator().manual_seed(1))[0])
+
+
+@PRE_NORMS
+def test_rotations_are_exact(options: dict[str, Any]) -> None:
+    model = PreNorm(**options).double().eval()
+    model.blocks[0].norm1.weight.data[0] = -options.get("shift", 0.0)  # a channel that the norm multiplies by 0
+    model.blocks[0].norm2.weight.data[1] = -0.5
+    before = copy.deepcopy(model)
+    reports, change = apply(model, tokens()[0], rotate())
+    assert change < 1e-10
+    names = ["residual stream", "blocks.0.attention.v.weight", "blocks.1.attention.v.weight"]
+    gated = options.get("gated", False)  # the gate is multiplied channel by channel
+    assert [(item.name, item.action) for item in reports] == [(n, "rotated") for n in (names[:1] if gated else names)]
+    for (name, new), old in zip(model.named_parameters(), before.parameters(), strict=True):
+        if ".norm" in name or name == "norm.weight":
+            assert torch.equal(new, torch.full_like(new, 1 - options.get("shift", 0.0)))
+        elif "bias" not in name or name.rpartition(".")[0].endswith((".o", ".down")):
+            assert not torch.allclose(new, old), name
+
+
+ROTATED = {
+    "llama": ("rotated", 1),
+    "qwen2_moe": ("rotated", 1),
+    "gemma3": ("writes into it", 1),  # norms behind the layers
+    "gpt2": ("layer_norm", 1),
+    "t5": ("output", 3),
+    "vit": ("no embedding", 1),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["llama"], ROTATED))
+def test_models_of_transformers_of_rotate(name: str) -> None:
+    model, batch = of_transformers(name)
+    reports, change = apply(model, batch, rotate())
+    residual, *heads = reports
+    reason, count = ROTATED[name]
+    assert reason in (residual.action if reason == "rotated" else residual.detail)
+    assert [item.action for item in heads] == ["rotated"] * count
+    assert change < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("a tied head", "norm.weight cannot be folded"), ("a reader", "tanh"), ("a layer norm", "layer_norm")],
+)
+def test_a_model_that_cannot_be_rotated_is_left_alone(what: str, reason: str) -> None:
+    model = PreNorm(1, tied=what == "a tied head").double().eval()
+    if what == "a reader":
+        model.blocks.append(nn.Tanh())
+    if what == "a layer norm":
+        model.norm = nn.LayerNorm(32).double()
+    before = dict(model.named_parameters())
+    reports, change = apply(model, tokens()[0], rotate(values=False))
+    assert [item.action for item in reports] == ["not done"]
+    assert reason in reports[0].detail
+    assert change == 0
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.slow
+def test_rotation_spreads_outliers_of_the_residual_stream() -> None:
+    model, data = PreNorm(1).eval(), tokens(2)
+    model.embed.weight.data[:, 5] *= 30
+    recipe = qtorch.mxfp4_dynamic_activation_mxfp4_weight()
+    errors = []
+    for transforms in ((), (rotate(),), (rotate(), smooth(alphas=(0.5,)))):
+        quantized = copy.deepcopy(model)
+        report = quantize_(quantized, calibrated(recipe, data, None, Nearest(), transforms=transforms))
+        assert [item for item in report.transforms if item.action == "reverted"] == []
+        with torch.no_grad():
+            x = torch.cat(tokens(4, seed=3))
+            errors.append(float((quantized(x) - model(x)).norm() / model(x).norm()))
+    assert 0 < errors[1] < 0.9 * errors[0]
+    assert 0 < errors[2] < 0.9 * errors[0]

@@ -1,11 +1,16 @@
-"""BlockedTensor: any size and shape, written, moved, saved and sharded between blocks."""
+"""Tensors in codes that are no weights: states of optimizers in blocks, and packed numbers."""
+
+import inspect
 
 import pytest
 import torch
+from torch import Tensor
 
+from qtorch.dtypes import UintxTensor, to_uintx
 from qtorch.dtypes.blocked_tensor import BlockedScheme, BlockedTensor
 from qtorch.kernels.ops.adam import FORMS
 from qtorch.primitives import LinearSpec
+from tests.refusals import refuses
 
 SHAPES = [((7, 100), 64, False), ((5000,), 256, True), ((3, 5, 9), 32, True), ((4, 3, 5, 7), 53, False), ((), 8, True)]
 ERRORS = {"8": (1e-4, 0.03), "4": (1e-2, 0.35), "float8": (1e-3, 0.08)}
@@ -28,8 +33,7 @@ def made(form: str, root: bool, shape: tuple[int, ...] = (6, 80), block: int = 4
 @pytest.mark.parametrize("shape, block, flat", SHAPES)
 def test_values(form: str, root: bool, shape: tuple[int, ...], block: int, flat: bool) -> None:
     x, state = made(form, root, shape, block, flat)
-    assert state.shape == shape
-    assert state.dtype == torch.float32
+    assert (state.shape, state.dtype) == (shape, torch.float32)
     error = (state.dequantize() - x).norm() / x.norm()
     low, high = ERRORS[form]
     assert error <= high
@@ -42,14 +46,7 @@ def test_values(form: str, root: bool, shape: tuple[int, ...], block: int, flat:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_roots_of_what_is_positive_are_not_zero(form: str) -> None:
-    x = torch.tensor([[1.0, 1e-20, 0.0, 1e-12]])
-    state = BlockedTensor.quantized(x, scheme(form, True, (1, 4), 4, False))
-    assert (state.dequantize() > 0).tolist() == (x > 0).tolist()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_writes(form: str) -> None:
+def test_writes_and_roots(form: str) -> None:
     x, state = made(form, False)
     other = torch.zeros_like(state)
     other.copy_(state)
@@ -60,8 +57,10 @@ def test_writes(form: str) -> None:
     v, root = made(form, True)
     other.copy_(root)
     torch.testing.assert_close(other.dequantize(), v, rtol=0.6, atol=0.25)
-    with pytest.raises(ValueError, match="would lose its codes"):
-        torch.zeros(6, 80).copy_(state)
+    refuses("would lose its codes", lambda: torch.zeros(6, 80).copy_(state))
+    x = torch.tensor([[1.0, 1e-20, 0.0, 1e-12]])
+    state = BlockedTensor.quantized(x, scheme(form, True, (1, 4), 4, False))
+    assert (state.dequantize() > 0).tolist() == (x > 0).tolist()
 
 
 @pytest.mark.parametrize(
@@ -79,27 +78,54 @@ def test_parts_share_memory(flat: bool, shape: tuple[int, ...], cuts: tuple[int,
     assert torch.equal(state[stop:].dequantize(), state.dequantize()[stop:])
 
 
-def test_refusals() -> None:
+def test_what_it_refuses() -> None:
     _, state = made("8", False, (5000,), 256, True)
-    with pytest.raises(ValueError, match=r"cuts blocks of 256.*optim_bits=32"):
-        state[100:200]
+    refuses(r"cuts blocks of 256.*optim_bits=32", lambda: state[100:200])
     _, state = made("8", False)
-    with pytest.raises(ValueError, match="along axis 1"):
-        state[:, :40]
-    with pytest.raises(NotImplementedError, match="state of an optimizer"):
-        state.t()
-    with pytest.raises(ValueError, match="no view of shape"):
-        state.view(80, 6)
-    with pytest.raises(ValueError, match="takes floats of it"):
-        BlockedTensor.quantized(torch.zeros(3), state.scheme)
-
-
-def test_a_damaged_file() -> None:
+    refuses("along axis 1", lambda: state[:, :40])
+    refuses("state of an optimizer", lambda: state.t(), NotImplementedError)
+    refuses("no view of shape", lambda: state.view(80, 6))
+    refuses("takes floats of it", lambda: BlockedTensor.quantized(torch.zeros(3), state.scheme))
     _, state = made("8", False)
     from qtorch.dtypes.copying import rebuild
 
     function, arguments = state.__reduce_ex__(2)
     assert function is rebuild
     name, tensors, *rest = arguments
-    with pytest.raises(ValueError, match="damaged"):
-        rebuild(name, {**tensors, "scale": tensors["scale"][:-1].clone()}, *rest)
+    refuses("damaged", lambda: rebuild(name, {**tensors, "scale": tensors["scale"][:-1].clone()}, *rest))
+    data = numbers(3, 4, 8)
+    for dtype in (torch.uint8, torch.int4, torch.float8_e4m3fn):
+        refuses("to_uintx takes uint1 to uint7, got", lambda dtype=dtype: to_uintx(data, dtype))
+    with pytest.raises(TypeError, match=r"to_uintx takes uint8 data, got torch\.int64"):
+        to_uintx(data.long(), torch.uint3)
+    with pytest.raises(ValueError, match="uint3 holds 0 to 7, the data has 9"):
+        to_uintx(torch.full((4, 8), 9, dtype=torch.uint8), torch.uint3)
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=rf"data of shape \(4, 8\) has no dimension {dim}"):
+            to_uintx(data, torch.uint3, dim)
+    with pytest.raises(TypeError, match=r"UintxTensor takes a floating-point dtype .*, got torch\.int32"):
+        to_uintx(data, torch.uint3).to(torch.int32)
+
+
+def numbers(bits: int, *shape: int) -> Tensor:
+    return torch.randint(2**bits, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((37,), 0), ((5, 24), -1), ((5, 24), 0), ((3, 5, 16), 1), ((0, 8), -1)])
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_gives_the_numbers_back(bits: int, shape: tuple[int, ...], axis: int) -> None:
+    data = numbers(bits, *shape)
+    packed = to_uintx(data, getattr(torch, f"uint{bits}"), axis)
+    for plain in (packed.get_plain(), packed.dequantize()):
+        assert plain.dtype == torch.uint8
+        assert torch.equal(plain, data)
+    assert (packed.shape, packed.dtype) == (data.shape, torch.uint8)
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_takes_its_bits_and_arguments_of_torchao(bits: int) -> None:
+    packed = to_uintx(numbers(bits, 64, 32), f"uint{bits}")
+    assert packed.qdata.nbytes * 8 == bits * 64 * 32
+    assert packed.nbytes == packed.qdata.nbytes + 4
+    assert list(inspect.signature(to_uintx).parameters) == ["uint8_data", "dtype", "pack_dim"]
+    assert list(inspect.signature(UintxTensor.from_uint8).parameters) == ["int_data", "dtype", "pack_dim"]
