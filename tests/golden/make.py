@@ -26,6 +26,7 @@ GOLDEN: dict[str, Recipe] = {
     "gguf_q5_1": qtorch.gguf_q5_1(),
     "gguf_q4_0": qtorch.gguf_q4_0(),
     "gguf_q4_1": qtorch.gguf_q4_1(),
+    **{name: getattr(qtorch, name)() for name in (f"gguf_q{bits}_k" for bits in range(2, 7))},
     "gguf_iq4_nl": qtorch.gguf_iq4_nl(),
     "int8_dynamic_activation_int8_weight": qtorch.int8_dynamic_activation_int8_weight(),
     "int8_dynamic_activation_int4_weight": qtorch.int8_dynamic_activation_int4_weight(),
@@ -61,7 +62,8 @@ def layer_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
     if name.startswith("conv_"):
         return nn.Conv2d(16, 8, (2, 3), padding=1), torch.randn(2, 16, 5, 4)
     dtype = torch.bfloat16 if "tiled" in name else torch.float32
-    return nn.Linear(64, 32, dtype=dtype), torch.randn(3, 64, dtype=dtype)
+    columns = 256 if name.endswith("_k") else 64
+    return nn.Linear(columns, 32, dtype=dtype), torch.randn(3, columns, dtype=dtype)
 
 
 def make(name: str) -> None:

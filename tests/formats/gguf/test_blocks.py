@@ -3,9 +3,12 @@
 import struct
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("gguf")
+
 import gguf
 import numpy as np
-import pytest
 import torch
 from gguf import GGMLQuantizationType
 from torch import nn
@@ -21,9 +24,6 @@ from qtorch.kernels.cpu.compiled_library import library
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes, write
 from tests.refusals import refuses
 from tests.rounding import assert_same_product
-
-pytest.importorskip("gguf")
-
 
 METADATA = {
     "a.string": "text with ü",

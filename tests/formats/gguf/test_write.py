@@ -4,9 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
 import gguf
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -20,11 +25,6 @@ from tests.formats.gguf import llama_cpp
 from tests.formats.gguf.random_blocks import write
 from tests.formats.gguf.trained import MODELS, built, save_folder, tokenizer
 from tests.refusals import refuses
-
-pytest.importorskip("gguf")
-transformers = pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
-
 
 KINDS = ("linear", "experts")
 
@@ -206,9 +206,6 @@ def test_vocabularies(tmp_path: Path) -> None:
     data["model"]["type"] = "Unigram"
     (folder / "tokenizer.json").write_text(json.dumps(data))
     refuses("a Unigram tokenizer; those of byte pairs", lambda: qtorch.save_gguf(model, path, tokenizer=folder))
-
-
-pytest.importorskip("gguf")
 
 
 SIZES = {

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+peft = pytest.importorskip("peft")
+
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
@@ -17,9 +20,6 @@ from qtorch.integrations.peft import initialize_from_quantization_error, requant
 from tests.integrations.peft import models
 from tests.integrations.peft.models import RECIPES, TARGETS, adapted, base_of, llama, output, quantized_llama
 from tests.refusals import refuses
-
-peft = pytest.importorskip("peft")
-
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 WEIGHT = f"{Q_PROJ}.weight"
@@ -290,8 +290,6 @@ def test_convolutions(recipe: str, dora: bool) -> None:
     assert isinstance(merged.one.weight, ConvWeight)
     assert 1e-4 < (merged(x) - y).abs().max() < 0.5
 
-
-pytest.importorskip("peft")
 
 ROOT = Path(__file__).parents[3]
 

@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 import transformers
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -19,8 +22,6 @@ from tests.fast_part import slow_but
 from tests.integrations.transformers import tiny_models
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I4, I8, assert_same, build, load
 from tests.refusals import refuses
-
-pytest.importorskip("transformers")
 
 
 def batches(count: int = 3) -> list[dict[str, torch.Tensor]]:

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+pytest.importorskip("transformers")
+
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -23,9 +27,6 @@ from qtorch.integrations.transformers.save_pretrained import model_card
 from qtorch.recipes.base import WeightRecipe
 from tests.integrations.transformers.tiny_models import I4, I8, assert_same, build
 from tests.refusals import refuses
-
-huggingface_hub = pytest.importorskip("huggingface_hub")
-pytest.importorskip("transformers")
 
 
 def test_card(tmp_path: Path) -> None:
@@ -113,9 +114,6 @@ def test_push_to_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card_on_hu
     for text in uploaded:
         assert ("quantized by qtorch" in text) == (card_on_hub is None)
         assert "[More Information Needed]" not in text
-
-
-pytest.importorskip("transformers")
 
 
 def rewrite(folder: Path, names: list[str], recipe: WeightRecipe = I8) -> None:
