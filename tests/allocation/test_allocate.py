@@ -192,9 +192,8 @@ def test_it_composes_with_calibration(trained: Model, data: list[Tensor]) -> Non
 def test_tied_weights_and_files(trained: Model, data: list[Tensor], tmp_path: Any) -> None:
     model = Model(1)
     model.head.weight = model.embed.weight
-    data = [torch.randint(24, (4, 8))]
     names = {r".*head": [INT[4], INT[3]], r".*\.up": CANDIDATES, ".*": None}
-    allocation = allocate(model, names, "5.2 bits", data)
+    allocation = allocate(model, names, "5.2 bits", [torch.randint(24, (4, 8))])
     assert list(allocation) == ["head", "blocks.0.up"]
     assert allocation.rows[0].also == ("embed.weight",)
     report = quantize_(model, allocation)
@@ -275,7 +274,7 @@ def test_without_matplotlib_and_with_it(
             allocation.save(tmp_path / "never", png=True)
         assert not (tmp_path / "never").exists()
     pytest.importorskip("matplotlib")
-    folder = allocate(trained, [*CANDIDATES, None], "4 bits", data).save(tmp_path)
+    folder = allocate(trained, [*CANDIDATES, None], "4 bits", data).save(tmp_path / "drawn")
     assert sorted(path.name for path in folder.iterdir()) == ["allocation.json", "curve.png"]
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     # Everything in floating point has no error to draw.

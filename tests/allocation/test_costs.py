@@ -65,7 +65,7 @@ SYNTAX = r'allocate: budget is "3\.5 bits"'
         for text in ("3.5", "bits", "-3 bits", "0 bits", "3 bit s", "1.2 gigs", "nan ms", "")
     ),
     (3.5, ValueError, r'write "3\.5 bits"'),
-    (0, ValueError, "positive"),
+    (0, ValueError, "counts bytes, got 0"),
     (None, TypeError, "got None"),
     (True, TypeError, "got True"),
 ])  # fmt: skip

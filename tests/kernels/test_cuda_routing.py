@@ -106,6 +106,7 @@ def test_features_reasons_and_refusals(monkeypatch, without):
         assert "no triton" in [reason for _, reason in candidates(problem)]
     without("float8")
     assert choose(problem_of(qtorch.float8_dynamic_activation_float8_weight())).name == "emulated_scaled_mm"
+    monkeypatch.undo()
     token = QuantSpec("int8", PerRow(), quant_min=-127)
     int4 = LinearSpec(QuantSpec("int4", PerGroup(32)), layout=PackedLayout())
     assert "transposed" in reason("cuda_weight_mm", int4, view=lambda weight: weight.t())

@@ -40,7 +40,7 @@ def test_unpack_is_the_inverse_of_pack(layout: Layout) -> None:
             continue
         taken += 1
         assert packed.scheme.layout == layout
-        assert set(packed.inner_tensors) <= {*layout.tensors, "scale_scale", "act_scale", "act_zero_point"}
+        assert set(packed.inner_tensors) <= {*layout.tensors, "scale_scale", "scale_mean", "act_scale", "act_zero_point"}
         for a, b in zip(packed.plain(), w.plain()):
             assert (a is None) == (b is None)
             assert a is None or (a.dtype == b.dtype and torch.equal(a.float(), b.float()))
