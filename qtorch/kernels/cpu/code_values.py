@@ -16,6 +16,7 @@ from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, 
 from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
 from ...primitives.qparams import Numerics
+from ...primitives.vector_codebook import ENTRIES, signs
 from .memory import address
 
 FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point and kind.bits <= 8)
@@ -23,6 +24,9 @@ FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point 
 
 TABLE = "TABLE"
 """In place of the domain of a zero point: what stands for it is the table of the weight."""
+
+VECTORS, ROTATED = "VECTORS", "ROTATED VECTORS"
+"""In its place too: bytes stand for vectors (`primitives.vector_codebook`), whose groups are rotated or not."""
 
 
 class CodeValues(NamedTuple):
@@ -160,6 +164,19 @@ class QuantizedScales(NamedTuple):
             "scale_mean": -0.0 if self.mean is None else float(self.mean),  # x + -0 is x, also where x is -0
             "scale_is_positive": self.is_positive,
         }  # fmt: skip
+
+
+def vector_fields(domain: str, group: int) -> dict[str, Any]:
+    """Of a `structs.Weight` whose bytes stand for vectors, in groups of so many columns."""
+    flips = address(_signs_of(group), torch.float32) if domain == ROTATED else 0
+    return {"center": 0, "shift": 0.0, "vectors": address(ENTRIES, torch.int8), "signs": flips}
+
+
+@functools.cache
+def _signs_of(group: int) -> Tensor:
+    if group & (group - 1):
+        raise ValueError(f"groups that are rotated have the length of a power of two, got {group}")
+    return torch.tensor(signs(group), dtype=torch.float32, device="cpu")
 
 
 def tensors_of_scales(weight: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:

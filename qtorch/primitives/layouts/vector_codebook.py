@@ -14,7 +14,7 @@ from .packed import LayoutAlongAxis
 @register_layout
 @dataclass(frozen=True, repr=False)
 class VectorCodebookLayout(LayoutAlongAxis):
-    """Codes of a `VectorSpec`, a byte for each 4 along `axis`: (..., K) codes are (..., K / 4) bytes; scale separate."""
+    """Codes of a `VectorSpec`, a byte for each 4 along `axis`: (..., K) codes are (..., K / 4) bytes."""
 
     name = "vector_codebook"
     any_codes = False
