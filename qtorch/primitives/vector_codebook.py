@@ -1,18 +1,20 @@
 """VectorSpec: four weights of a row are one entry of a codebook of 256, a byte: 2 bits a weight.
 
-    w[4 j : 4 j + 4] = entry[byte] * scale of the group,    entry: 256 vectors of 4 integers in [-27, 27]
+    w[4 j : 4 j + 4] = entry[byte] * scale of the group,    entry: 256 vectors of 4 odd integers in [-59, 59]
 
-In four dimensions 256 vectors cover a normal distribution with a mean squared error of .0975 of its variance; the four
+In four dimensions 256 vectors cover a normal distribution with a mean squared error of .0978 of its variance; the four
 best values of one dimension leave .1175. The entries are 32 vectors, each with its signs flipped in pairs:
 
-    entry[b + 32 (s0 + 2 s1 + 4 s2)] = BASES[b] * (sign(s0), sign(s1), sign(s2), sign(s0) sign(s1) sign(s2)),
-    sign(0) = 1, sign(1) = -1
+    entry[b + 16 s + 128 h] = BASES[b + 16 h] * (sign(s0), sign(s1), sign(s2), sign(s0) sign(s1) sign(s2))
 
-so 128 small integers are the whole codebook, which processors look up in registers. They were fitted to normal numbers
-by Lloyd's algorithm, with a standard deviation of `DEVIATION`, and never change: files hold nothing but bytes.
+with b of 4 bits, h of one, s0 the lowest of the three bits of s, sign(0) = 1 and sign(1) = -1. So 128 small integers
+are the whole codebook, which processors look up in registers; of odd integers, -(2 m + 1) = 2 (~m) + 1, so that signs
+cost them one instruction. They were fitted to normal numbers by Lloyd's algorithm, with a standard deviation of
+`DEVIATION`, and never change: files hold nothing but bytes.
 
-A `RotatedVectorSpec` rotates each group before, by S H S with H Sylvester's Hadamard matrix and S a diagonal of signs
-that look random: weights come close to a normal distribution, and no input weighs much more than the others.
+A `RotatedVectorSpec` rotates rows before, block by block, by S H S with H Sylvester's Hadamard matrix and S a diagonal
+of signs that look random: weights come close to a normal distribution, and no input weighs much more than the others. A
+block is a group, or, where a row has one scale, the largest power of two up to 256 that divides the row.
 
 Sources: QuIP#, arXiv 2402.04396 (Hadamard matrices with random signs; codebooks of lattices); AQLM, arXiv 2401.06118.
 """
@@ -21,13 +23,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .affine import ZeroPointDomain
-from .granularity import BlockView
+from .granularity import Block, BlockView, IndivisibleError, PerBlock
 from .jsonable import jsonable
 from .qdtype import qdtype
 from .rotated_spec import RotatedSpec, sylvester
@@ -39,18 +43,22 @@ VECTOR = 4
 
 # fmt: off
 BASES = (
-    (4, 4, 4, 2), (9, 4, 3, -6), (2, 4, 4, 11), (2, 4, 11, -5), (3, 12, 4, -4), (15, 4, 6, 2), (8, 13, 5, 7),
-    (10, 2, 14, 6), (6, 11, 14, 1), (13, 5, 4, 13), (6, 2, 6, -18), (14, 14, 5, -1), (5, 13, 2, -15), (2, 8, 13, 14),
-    (11, 10, 11, -10), (20, 5, 3, -8), (0, 20, 10, 7), (4, 4, 22, -6), (7, 25, 1, -7), (15, 13, 15, 12), (2, 7, 7, 26),
-    (19, 8, 19, -4), (8, 0, 20, 20), (27, 8, 8, 4), (22, 1, 12, -16), (20, 19, 2, -11), (6, 21, 7, 19),
-    (16, 8, 0, -24), (2, 17, 23, -9), (10, 7, 27, 6), (12, 24, 14, 0), (10, 16, 14, -20),
+    (9, 9, 9, 5), (3, 9, 9, 23), (21, 9, 7, -13), (5, 9, 25, -11), (7, 27, 9, -7), (33, 9, 13, 5), (21, 3, 29, 13),
+    (17, 29, 11, 15), (25, 11, 9, 29), (15, 23, 31, 3), (13, 5, 13, -37), (23, 21, 23, -21), (5, 17, 29, 29),
+    (31, 31, 11, -3), (11, 29, 5, -33), (1, 41, 23, -13), (9, 9, 47, -13), (45, 11, 7, -19), (15, 55, 1, -15),
+    (33, 29, 31, 27), (41, 15, 41, -9), (5, 15, 15, 57), (17, 3, 41, 43), (45, 1, 25, 35), (35, 17, 1, 51),
+    (43, 41, 5, -25), (59, 19, 17, 7), (27, 51, 31, -1), (11, 47, 17, 41), (5, 37, 51, -19), (23, 15, 59, 13),
+    (23, 33, 31, -43),
 )
 # fmt: on
-"""See the top of the file; the first three of each are not negative."""
+"""See the top of the file; the first three of each are positive."""
 
-LARGEST = 27
-DEVIATION = 11.25
+LARGEST = 59
+DEVIATION = 24.25
 """Standard deviation of the normal numbers for which the entries are best."""
+
+LARGEST_ROTATION = 256
+"""Of rows that have one scale."""
 
 _SLICE = 1 << 14
 """Vectors whose distances to all entries are in memory at a time."""
@@ -62,7 +70,7 @@ def _signs() -> Tensor:
 
 
 _OF_BASES = torch.tensor(BASES, device="cpu", dtype=torch.int8)
-ENTRIES = (_signs().unsqueeze(1) * _OF_BASES).flatten(0, 1)
+ENTRIES = (_signs().unsqueeze(1) * _OF_BASES.view(2, 1, 16, VECTOR)).reshape(-1, VECTOR)
 """(256, 4) int8: the vector of each byte."""
 
 _KEYS, _BYTES = ENTRIES.view(torch.int32).flatten().sort()
@@ -110,8 +118,8 @@ class VectorSpec(QuantSpec):
     divided by `DEVIATION`. No entry is zero: zeros become numbers of about 1e-37, as large as the smallest scale.
 
     Raises:
-        ValueError: a block of a matrix is no vector whose length is a multiple of 4, or an argument is another than the
-            codebook's own (see `codebook_arguments`).
+        ValueError: a block is neither a row nor a part of it whose length is a multiple of 4, or an argument is another
+            than the codebook's own (see `codebook_arguments`).
     """
 
     def __post_init__(self) -> None:
@@ -119,10 +127,26 @@ class VectorSpec(QuantSpec):
         for name, value in codebook_arguments().items():
             if getattr(self, name) != value:
                 raise ValueError(f"{type(self).__name__}: {name} is {value!r}, got {getattr(self, name)!r}")
-        sizes = [size for size in self.granularity.pattern(2) if size != 1]
-        if len(sizes) != 1 or (sizes[0] % VECTOR and sizes[0] != -1):
-            rule = "blocks are vectors whose length is a multiple of 4, such as PerGroup(256)"
-            raise ValueError(f"{type(self).__name__}: {rule}, got {self.granularity}")
+        if not self._allows(self._sizes()):
+            raise ValueError(f"{type(self).__name__}: blocks are {self.blocks}, got {self.granularity}")
+
+    blocks: ClassVar[str] = "rows, or parts of rows whose length is a multiple of 4"
+
+    def _sizes(self) -> list[int]:
+        """Those of a block that are not 1."""
+        ndim = len(self.granularity.sizes) if isinstance(self.granularity, PerBlock) else 0
+        return [size for size in self.granularity.pattern(max(ndim, 2)) if size != 1]
+
+    @staticmethod
+    def _allows(sizes: list[int]) -> bool:
+        """Whether a block may have these `_sizes`."""
+        return len(sizes) == 1 and (sizes[0] == -1 or sizes[0] % VECTOR == 0)
+
+    def block_size(self, shape: Sequence[int]) -> Block:
+        block = super().block_size(shape)
+        if block[self.axis(len(shape))] % VECTOR:
+            raise IndivisibleError(f"vectors of {VECTOR} do not divide the blocks {block} of a tensor of shape {shape}")
+        return block
 
     def axis(self, ndim: int) -> int:
         """The axis along which vectors lie, counted from the end."""
@@ -159,11 +183,26 @@ def codebook_arguments() -> dict[str, object]:
 @jsonable
 @dataclass(frozen=True)
 class RotatedVectorSpec(RotatedSpec, VectorSpec):
-    """A `VectorSpec` whose groups are rotated; see the top of the file.
+    """A `VectorSpec` whose rows are rotated; see the top of the file.
 
     Raises:
         ValueError: as `VectorSpec`; or the length of a group is no power of two.
     """
+
+    blocks: ClassVar[str] = "rows, or parts of rows whose length is a power of two, of 4 or more"
+
+    def __post_init__(self) -> None:
+        VectorSpec.__post_init__(self)
+
+    @staticmethod
+    def _allows(sizes: list[int]) -> bool:
+        return VectorSpec._allows(sizes) and (sizes[0] == -1 or sizes[0] & (sizes[0] - 1) == 0)
+
+    @property
+    def rotation(self) -> int:
+        """The largest block that is rotated; the longest that divides it and a row is."""
+        size = self._sizes()[0]
+        return LARGEST_ROTATION if size == -1 else size
 
     @property
     def unrotated(self) -> VectorSpec:
@@ -171,7 +210,8 @@ class RotatedVectorSpec(RotatedSpec, VectorSpec):
 
     def rotated(self, values: Tensor) -> Tensor:
         axis = self.axis(values.dim())
-        return rotate_vectors(values.movedim(axis, -1), self.rotation).movedim(-1, axis)
+        size = math.gcd(self.rotation, values.shape[axis])
+        return rotate_vectors(values.movedim(axis, -1), size).movedim(-1, axis)
 
     def __str__(self) -> str:
         return f"{VectorSpec.__str__(self)} rotated"

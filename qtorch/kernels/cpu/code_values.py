@@ -25,8 +25,8 @@ FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point 
 TABLE = "TABLE"
 """In place of the domain of a zero point: what stands for it is the table of the weight."""
 
-VECTORS, ROTATED = "VECTORS", "ROTATED VECTORS"
-"""In its place too: bytes stand for vectors (`primitives.vector_codebook`), whose groups are rotated or not."""
+VECTORS = "VECTORS"
+"""In its place too: bytes stand for vectors (`primitives.vector_codebook`)."""
 
 
 class CodeValues(NamedTuple):
@@ -166,17 +166,16 @@ class QuantizedScales(NamedTuple):
         }  # fmt: skip
 
 
-def vector_fields(domain: str, group: int) -> dict[str, Any]:
-    """Of a `structs.Weight` whose bytes stand for vectors, in groups of so many columns."""
-    flips = address(_signs_of(group), torch.float32) if domain == ROTATED else 0
-    return {"center": 0, "shift": 0.0, "vectors": address(ENTRIES, torch.int8), "signs": flips}
+def vector_fields(rotation: int) -> dict[str, Any]:
+    """Of a `structs.Weight` whose bytes stand for vectors, rotated in blocks of so many columns, 0 for none."""
+    flips = address(_signs_of(rotation), torch.float32) if rotation else 0
+    vectors = address(ENTRIES, torch.int8)
+    return {"center": 0, "shift": 0.0, "vectors": vectors, "signs": flips, "rotation": rotation}
 
 
 @functools.cache
-def _signs_of(group: int) -> Tensor:
-    if group & (group - 1):
-        raise ValueError(f"groups that are rotated have the length of a power of two, got {group}")
-    return torch.tensor(signs(group), dtype=torch.float32, device="cpu")
+def _signs_of(rotation: int) -> Tensor:
+    return torch.tensor(signs(rotation), dtype=torch.float32, device="cpu")
 
 
 def tensors_of_scales(weight: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -52,6 +52,7 @@ class Weight(NamedTuple):
     scale_is_positive: int = 0
     vectors: int = 0
     signs: int = 0
+    rotation: int = 0
 
 
 Input = declare("Input", ("data type stride rows", int))

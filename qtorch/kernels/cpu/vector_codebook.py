@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from ..custom_ops import opaque
-from ..linear.vector_codebook import LAYOUT, vector_codebook_mm
+from ..linear.vector_codebook import LAYOUT, rotation_of, vector_codebook_mm
 from ..linear.vector_codebook import supports as has_rows
 from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import weight
-from .code_values import ROTATED, VECTORS
+from .code_values import VECTORS
 from .weight import register_compiled
 from .weight_only import _WeightOnlyLinear, multiply
 
 
-@opaque(lambda x, codes, scale, rotated, bias: x.new_empty(x.shape[0], codes.shape[0]))
-def cpu_vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotated: bool, bias: Tensor | None) -> Tensor:
+@opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))
+def cpu_vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int, bias: Tensor | None) -> Tensor:
     """`vector_codebook_mm` plus bias (N), in the dtype of x, or None."""
-    about = (len(codes), x.shape[1], "int2", True, ROTATED if rotated else VECTORS, 0.0)
-    in_torch = lambda: vector_codebook_mm(x, codes, scale, rotated)  # noqa: E731
+    about = (len(codes), x.shape[1], "int2", True, VECTORS, float(rotation))
+    in_torch = lambda: vector_codebook_mm(x, codes, scale, rotation)  # noqa: E731
     return multiply("cpu_vector_codebook_mm", x, (codes, scale, None), about, bias, in_torch)
 
 
@@ -42,8 +42,7 @@ def _supports(problem: Problem) -> str | None:
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = weight.split_bias(bias, x, quantized.scheme.shape[0])
-    rotated = bool(quantized.scheme.weight.rotation)
-    y = cpu_vector_codebook_mm(to_rows(x), quantized.qdata, quantized.scale, rotated, added)
+    y = cpu_vector_codebook_mm(to_rows(x), quantized.qdata, quantized.scale, rotation_of(quantized), added)
     if not torch.compiler.is_compiling():
         _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)

@@ -157,7 +157,7 @@ class _WeightOnlyLinear(CompiledLinear):
 
     def rotated(self, x: Tensor) -> Tensor:
         """x as it meets the weight in floating point: rotated if that is."""
-        return rotated_input(x, self.fields.group) if self.fields and self.fields.signs else x
+        return rotated_input(x, self.fields.rotation if self.fields else 0)
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))

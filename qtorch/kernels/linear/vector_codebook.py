@@ -2,9 +2,10 @@
 
     y[m, n] = sum_k (x R)[m, k] * entry[byte[n, k / 4]][k % 4] * scale[n, g] + bias[n]
 
-R rotates each group of the input as that of the weight is rotated, so that the two cancel; the identity if it is not.
+R rotates the input, block by block, as the weight is rotated, so that the two cancel; the identity if it is not.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -17,16 +18,17 @@ from ..registry import Problem, from_rows, needs_matrix, needs_rows, register, t
 LAYOUT = "vector_codebook"
 
 
-@opaque(lambda x, codes, scale, rotated: x.new_empty(x.shape[0], codes.shape[0]))
-def vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotated: bool) -> Tensor:
+@opaque(lambda x, codes, scale, rotation: x.new_empty(x.shape[0], codes.shape[0]))
+def vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int) -> Tensor:
     """The equation above without bias, (M, N) in the dtype of x (M, K), in which the product runs.
 
     Args:
         codes: (N, K / 4) uint8.
         scale: (N, G), of K / G columns each.
+        rotation: columns of a block that is rotated, 0 for none.
     """
     (n, quarter), groups = codes.shape, scale.shape[1]
-    x = rotated_input(x, quarter * VECTOR // groups) if rotated else x
+    x = rotated_input(x, rotation)
 
     def dequantize(start: int, stop: int) -> Tensor:
         values = unpack_vectors(codes[start:stop]).float().unflatten(1, (groups, -1))
@@ -35,9 +37,15 @@ def vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotated: bool) -
     return multiply_slices(x, n, slice_length(x, quarter * VECTOR), dequantize)
 
 
-def rotated_input(x: Tensor, group: int) -> Tensor:
-    """x (M, K) with each group rotated, in the dtype of x."""
-    return rotate_vectors(x, group).to(x.dtype)
+def rotated_input(x: Tensor, size: int) -> Tensor:
+    """x (M, K) with each block of this size rotated, in the dtype of x; x itself for 0."""
+    return rotate_vectors(x, size).to(x.dtype) if size else x
+
+
+def rotation_of(weight: Any) -> int:
+    """Columns of a block of a quantized weight that is rotated, 0 for none."""
+    scheme = weight.scheme
+    return math.gcd(scheme.weight.rotation, scheme.shape[-1]) if scheme.weight.rotation else 0
 
 
 def supports(problem: Problem) -> str | None:
@@ -50,5 +58,4 @@ def supports(problem: Problem) -> str | None:
 )
 def vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight in this layout."""
-    rotated = bool(weight.scheme.weight.rotation)
-    return from_rows(vector_codebook_mm(to_rows(x), weight.qdata, weight.scale, rotated), x, bias)
+    return from_rows(vector_codebook_mm(to_rows(x), weight.qdata, weight.scale, rotation_of(weight)), x, bias)

@@ -39,9 +39,11 @@ struct Weight {
     int64_t scale_group, first_scale;
     double scale_mean;
     int64_t scale_is_positive;
-    // Of bytes that stand for four codes each, see vectors.h: the codes of all bytes, or null; the signs of a rotated group.
+    // Of bytes that stand for four codes each, see vectors.h: the codes of all bytes, or null; and of a weight whose rows
+    // are rotated in blocks, their length and signs.
     const uint32_t* vectors;
     const float* signs;
+    int64_t rotation;
 
     bool has_offset() const { return zero || shift != 0; }
 
