@@ -115,7 +115,7 @@ def unpack_vectors(packed: Tensor, axis: int = -1) -> Tensor:
 class VectorSpec(QuantSpec):
     """A `QuantSpec` whose codes are entries of a codebook; see the top of the file. Arguments are those of `QuantSpec`,
     of which the range, the mapping and the rule for scales are fixed: the scale is the root mean square of a group,
-    divided by `DEVIATION`. No entry is zero: zeros become numbers of about 1e-37, as large as the smallest scale.
+    divided by `DEVIATION`. No entry is zero, so that a group of zeros has the scale 0.
 
     Raises:
         ValueError: a block is neither a row nor a part of it whose length is a multiple of 4, or an argument is another
@@ -158,6 +158,12 @@ class VectorSpec(QuantSpec):
         mean = squares.sum(-1) / max(1, squares.shape[-1])
         high = (mean.sqrt() * (LARGEST / DEVIATION)).float().reshape(view.scale_shape)
         return -high, high
+
+    def _stored_qparams(
+        self, min_val: Tensor, max_val: Tensor, input_dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        tensors, zero_point = super()._stored_qparams(min_val, max_val, input_dtype)
+        return {"scale": torch.where(max_val == 0, 0, tensors["scale"])}, zero_point
 
     def quantize(
         self, input: Tensor, scale: Tensor, zero_point: Tensor | None, generator: torch.Generator | None = None
