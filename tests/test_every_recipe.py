@@ -64,7 +64,7 @@ CASES = [
     (qtorch.lut_weight_only(3, 64), "lut_weight_mm", 16.6, 5.25),
     (qtorch.lut_weight_only(2), "lut_weight_mm", 9.6, 2.375),
     (qtorch.vector_codebook_weight_only(), "vector_codebook_mm", 10.1, 2.0625),
-    (qtorch.vector_codebook_weight_only(64, False), "vector_codebook_mm", 10.6, 2.25),
+    (qtorch.vector_codebook_weight_only(64), "vector_codebook_mm", 10.1, 2.25),
     (qtorch.float8_weight_only(), "weight_only_mm", 31.7, 8.125),
     (qtorch.float8_weight_only(torch.float8_e5m2), "weight_only_mm", 25.6, 8.125),
     (qtorch.float8_dynamic_activation_float8_weight(), "emulated_scaled_mm", 31.7, 8.125),

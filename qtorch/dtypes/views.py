@@ -51,6 +51,7 @@ class Viewed:
         elif step == 1 and start % block == 0 and stop % block == 0:
             of_scale = (start // block, stop // block, 1)
         elif start // block == (stop - 1) // block:
+            check_not_rotated(self, axis)
             of_scale = (start // block, start // block + 1, 1)
         else:
             raise ValueError(
@@ -115,10 +116,10 @@ class Viewed:
 
 
 def check_not_rotated(tensor: Any, axis: int) -> None:
-    """Raise `ValueError` where rows with one scale are rotated along the axis: the length of a row says how."""
+    """Raise `ValueError` if blocks are rotated along the axis, of which a part means nothing."""
     weight = tensor.scheme.weight
-    if getattr(weight, "rotation", 0) and _pattern(tensor)[axis] == -1:
-        raise ValueError(f"a view that cuts or joins rotated rows ({weight}) along axis {axis}; dequantize() first")
+    if getattr(weight, "rotation", 0) and _pattern(tensor)[axis] != 1:
+        raise ValueError(f"a view that cuts or joins rotated blocks ({weight}) along axis {axis}; dequantize() first")
 
 
 def part_of(tensor: Any, part: Any) -> Any:

@@ -173,8 +173,9 @@ class VectorSpec(QuantSpec):
         return nearest_entries(x.reshape(-1, VECTOR)).view(x.shape).movedim(-1, axis).contiguous()
 
     def fake_quantize(self, input: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        values = self.dequantize(self.quantize(input.detach(), *self.choose_qparams(input.detach())), input.dtype)
-        return input + (values - input).detach()
+        x = input.detach()
+        scale, _ = self.choose_qparams(x)
+        return input + (self.dequantize(self.quantize(x, scale, None), scale, None, input.dtype) - x)
 
     def __str__(self) -> str:
         return f"vectors of {VECTOR} in a byte {self.granularity!r}"

@@ -8,7 +8,7 @@ import torch
 
 from ..primitives import LinearSpec, PerGroup, PerRow
 from ..primitives.layouts import VectorCodebookLayout
-from ..primitives.vector_codebook import RotatedVectorSpec, VectorSpec, codebook_arguments
+from ..primitives.vector_codebook import RotatedVectorSpec, codebook_arguments
 from .base import WeightRecipe, register_recipe
 
 
@@ -17,24 +17,21 @@ from .base import WeightRecipe, register_recipe
 class VectorCodebookWeightOnly(WeightRecipe):
     """Four weights in a byte, an entry of a codebook of 256: 2 bits a weight, and a scale in bf16 for a row.
 
-    Made for `auto` and `gptq`, which need data; rounding to nearest costs a model much at 2 bits.
+    Made for `auto` and `gptq`, which need data; rounding to nearest costs a model much at 2 bits. Groups, and of rows
+    with one scale blocks of up to 256 elements, are multiplied by a Hadamard matrix with random signs before, and the
+    input by the same one on each call.
 
     Args:
         group_size: elements of a row that share a scale, -1 for the whole row; else a power of two, of 4 or more, that
             divides the row.
-        rotated: multiply groups, of rows with one scale blocks of up to 256 elements, by a Hadamard matrix with random
-            signs, and the input by the same one on each call. Without it errors are larger, unless weights are normally
-            distributed.
 
     Raises:
         ValueError: `group_size` is no power of two of 4 or more, and not -1.
     """
 
     group_size: int = -1
-    rotated: bool = True
 
     def linear_spec(self) -> LinearSpec:
-        kind = RotatedVectorSpec if self.rotated else VectorSpec
         granularity = PerRow() if self.group_size == -1 else PerGroup(self.group_size)
-        spec = kind(granularity=granularity, scale_dtype=torch.bfloat16, **codebook_arguments())
+        spec = RotatedVectorSpec(granularity=granularity, scale_dtype=torch.bfloat16, **codebook_arguments())
         return LinearSpec(spec, layout=VectorCodebookLayout())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from qtorch import AffineQuantizedTensor, PlainLayout
+from qtorch import AffineQuantizedTensor, PlainLayout, vector_codebook_weight_only
 from qtorch.dtypes import Layout, register_layout
 from qtorch.primitives import from_json, to_json
 from qtorch.primitives.layouts import LAYOUTS
@@ -27,6 +27,9 @@ def examples() -> list[AffineQuantizedTensor]:
                 continue
             w = quantized(name, *shape)
             tensors += [w, w.transpose(0, -1)]
+    for shape, size in (((8, 32), -1), ((40, 96), 32), ((2, 16, 64), -1)):
+        w = vector_codebook_weight_only(size).apply(torch.randn(shape))
+        tensors += [w, w.transpose(0, -1)]
     return tensors
 
 

@@ -2,8 +2,8 @@
 
     y[m, n] = sum_k (x R)[m, k] * entry[byte[n, k / 4]][k % 4] * scale[n, g] + bias[n]
 
-R rotates the input, block by block, as the weight is rotated, so that the two cancel; the identity if it is not. For the
-gradient of x, of which the weight is transposed, the result is rotated instead.
+R rotates the input, block by block, as the weight is rotated, so that the two cancel; the identity if it is not. In the
+gradient of x, whose weight is transposed, the result is rotated instead.
 """
 
 import math
