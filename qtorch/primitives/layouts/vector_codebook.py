@@ -1,6 +1,7 @@
 """VectorCodebookLayout: four codes that are an entry of the codebook of `primitives.vector_codebook`, in a byte."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ class VectorCodebookLayout(LayoutAlongAxis):
 
     def check(self, scheme: Scheme) -> None:
         super().check(scheme)
-        ndim = len(scheme.codes_shape)
-        if (axis := scheme.weight.axis(ndim)) != self.axis:
-            raise ValueError(f"{self!r}: the vectors of {scheme.weight} lie along axis {axis} of {ndim}")
+        weight: Any = scheme.weight
+        if (axis := weight.axis(len(scheme.codes_shape))) != self.axis:
+            raise ValueError(f"{self!r}: the vectors of {weight} lie along axis {axis}")
 
     def codes_forms(self, scheme: Scheme) -> tuple[Form, ...]:
         shape = list(scheme.codes_shape)
