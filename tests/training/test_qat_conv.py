@@ -12,7 +12,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.recipes.base import Recipe
 from qtorch.training import calibrate, convert, lsq, qat, scheduled_qat
-from tests.every_recipe import NAMES, make
+from tests.every_recipe import OF_QAT, make
 from tests.test_convolutions import CONVS, ConvNet, X
 
 pytestmark = pytest.mark.filterwarnings("ignore:qtorch. linear")  # of emulations
@@ -35,7 +35,7 @@ def prepared(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_QAT)
 def test_converted(name: str) -> None:
     model = prepared(name)
     floats = [conv.weight.dequantize().detach() for conv in model.convs]
