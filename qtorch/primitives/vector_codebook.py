@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ class VectorSpec(QuantSpec):
         return f"vectors of {VECTOR} in a byte {self.granularity!r}"
 
 
-def codebook_arguments() -> dict[str, object]:
+def codebook_arguments() -> dict[str, Any]:
     """The arguments of `QuantSpec` that every `VectorSpec` has."""
     fixed = {"dtype": qdtype("int8"), "quant_min": -float(LARGEST), "quant_max": float(LARGEST)}
     return {**fixed, "zero_point_domain": ZeroPointDomain.NONE, "scale_rule": MinMaxRule(), "scale_spec": None}
