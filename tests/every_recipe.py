@@ -44,4 +44,7 @@ NAMES = sorted(
 FAMILIES = ("int8_weight_only", "int4_weight_only", "int8_dynamic_activation_int8_weight", "nf4_weight_only")
 """Of which a test over all recipes that takes long has one each in its fast part."""
 
+OF_QAT = [name for name in NAMES if not getattr(make(name).linear_spec().weight, "rotation", 0)]
+"""Which `qat` takes: rotated weights are not trained."""
+
 WEIGHT_ONLY = [name for name in NAMES if make(name).linear_spec().activation is None]

@@ -72,6 +72,8 @@ CASES = [
     (qtorch.lut_weight_only(), "lut_weight_mm", 21.6, 5.125),
     (qtorch.lut_weight_only(3, 64), "lut_weight_mm", 16.6, 5.25),
     (qtorch.lut_weight_only(2), "lut_weight_mm", 9.6, 2.375),
+    (qtorch.vector_codebook_weight_only(), "vector_codebook_mm", 10.1, 2.0625),
+    (qtorch.vector_codebook_weight_only(64), "vector_codebook_mm", 10.1, 2.25),
     (qtorch.float8_weight_only(), "weight_only_mm", 31.7, 8.125),
     (qtorch.float8_weight_only(torch.float8_e5m2), "weight_only_mm", 25.6, 8.125),
     (qtorch.float8_dynamic_activation_float8_weight(), "emulated_scaled_mm", 31.7, 8.125),
@@ -193,9 +195,7 @@ def test_numbers(recipe: WeightRecipe, kernel: str, sqnr: float, bits: float, dt
 
 @every_case
 def test_save_load_and_copy(recipe: WeightRecipe, kernel: str, sqnr: float, bits: float, tmp_path: Path) -> None:
-    layer, x = nn.Linear(64, 32), torch.randn(3, 64)
-    if has_group_size(recipe) and recipe.group_size > 64:
-        recipe = dataclasses.replace(recipe, group_size=64)
+    layer, x = nn.Linear(256, 32), torch.randn(3, 256)
     quantize_(layer, recipe)
     save_quantized(layer, tmp_path / "layer.safetensors")
     with torch.device("meta"):

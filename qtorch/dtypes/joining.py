@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..primitives import Granularity, PerBlock, PerGroup, PerRow, PerTensor
-from . import dispatch, ops
+from . import dispatch, ops, views
 from .base import QuantizedTensor
 
 _OF_ROWS = (PerRow, PerGroup)
@@ -166,6 +166,7 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     axis %= len(first.scheme.shape)
     codes = torch.cat([tensor.plain()[0] for tensor in tensors], axis)
     if first.scheme.weight.granularity.pattern(len(first.scheme.shape))[axis] == -1:
+        views.check_not_rotated(first, axis)
         if all(ops.same_scales(first, other) for other in tensors):
             result: Tensor = first.with_plain((codes, *first.scales()))
             return result

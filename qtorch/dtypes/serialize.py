@@ -4,7 +4,8 @@ The tensors of a weight called ``layer.weight`` take their names from compressed
 
     layer.weight               codes of 8 bits
     layer.weight_packed        smaller codes: integers of 1, 2 and 4 bits in int32 words, as in compressed-tensors;
-                               others in uint8 by `pack_bits` (see `layouts.packed`)
+                               vectors in bytes (see `primitives.vector_codebook`); others in uint8 by `pack_bits` (see
+                               `layouts.packed`)
     layer.weight_scale, layer.weight_zero_point, layer.weight_table, ...
     layer.input_scale, layer.input_zero_point     of a static activation
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from ..primitives import QDType, Scheme, from_json, slices, to_json
 from ..primitives.layouts import can_pack_bits, pack_codes, unpack_codes
 from ..primitives.layouts.base import check_layout
+from ..primitives.vector_codebook import VectorSpec, pack_vectors, unpack_vectors
 from . import base, matrix_weight
 
 # Codes of 1, 2, 4 or 8 bits in int32 words along the last axis, as compressed-tensors stores them.
@@ -89,7 +91,10 @@ def to_canonical(name: str, tensor: base.QuantizedTensor) -> tuple[dict[str, Ten
     input_name = (f"{parent}.input" if parent else "input") if attribute == "weight" else f"{name}_input"
     parts = {"codes": (name, codes)}
     if _is_packed(tensor.scheme):
-        packed = pack_to_int32(codes, dtype) if can_pack(dtype) else pack_codes(codes, dtype)
+        if isinstance(tensor.scheme.weight, VectorSpec):
+            packed = pack_vectors(codes, tensor.scheme.weight.axis(codes.dim())).contiguous()
+        else:
+            packed = pack_to_int32(codes, dtype) if can_pack(dtype) else pack_codes(codes, dtype)
         parts = {"packed": (f"{name}_packed", packed)}
     for part, value in others.items():
         stored = f"{input_name}_{part.removeprefix('act_')}" if part.startswith("act_") else f"{name}_{part}"
@@ -118,8 +123,10 @@ def from_canonical(entry: Entry, read: Callable[[str], Tensor]) -> base.Quantize
         if codes.dtype != stored or codes.dim() == 0:
             got = f"{codes.dtype} of shape {tuple(codes.shape)}"
             raise ValueError(f"packed codes of {dtype} are rows of {stored}, got {got}")
-        unpack = unpack_from_int32 if can_pack(dtype) else unpack_codes
-        codes = unpack(codes, dtype, length)
+        if isinstance(scheme.weight, VectorSpec):
+            codes = unpack_vectors(codes, scheme.weight.axis(codes.dim()))
+        else:
+            codes = (unpack_from_int32 if can_pack(dtype) else unpack_codes)(codes, dtype, length)
     if tuple(codes.shape) != scheme.codes_shape:
         raise ValueError(f"the codes have shape {tuple(codes.shape)}, the scheme {scheme.codes_shape}")
     return matrix_weight.type_of_scheme(scheme).from_canonical(codes, parts, scheme)
@@ -150,4 +157,5 @@ def scheme_of(entry: Any) -> Scheme:
 
 
 def _is_packed(scheme: Scheme) -> bool:
-    return can_pack_bits(scheme.weight.dtype) and len(scheme.codes_shape) > 0
+    is_small = can_pack_bits(scheme.weight.dtype) or isinstance(scheme.weight, VectorSpec)
+    return is_small and len(scheme.codes_shape) > 0

@@ -45,10 +45,13 @@ class Viewed:
         if block == 1 and not spans:
             of_scale = (start, stop, step)
         elif block == length:
+            if (start, stop, step) != (0, length, 1):
+                check_not_rotated(self, axis)
             of_scale = (0, 1, 1)
         elif step == 1 and start % block == 0 and stop % block == 0:
             of_scale = (start // block, stop // block, 1)
         elif start // block == (stop - 1) // block:
+            check_not_rotated(self, axis)
             of_scale = (start // block, start // block + 1, 1)
         else:
             raise ValueError(
@@ -67,6 +70,8 @@ class Viewed:
             raise ValueError(
                 f"index_select along axis {axis} cuts blocks of {block} ({self.scheme.weight}); dequantize() first"
             )
+        if block == length:
+            check_not_rotated(self, axis)
         take = lambda tensor: tensor.index_select(axis, index)  # noqa: E731
         return _selected(self, axis, index.shape[0], take, take if block == 1 and not spans else lambda scale: scale)
 
@@ -108,6 +113,13 @@ class Viewed:
         wanted = [1 if b in (-1, n) else n // b for b, n in zip(pattern, codes.shape, strict=True)]
         zero_point = None if zero_point is None else zero_point.reshape((*wanted, *zero_point.shape[len(shape) :]))
         return _rebuilt(self, codes, scale.reshape(wanted), zero_point, pattern)
+
+
+def check_not_rotated(tensor: Any, axis: int) -> None:
+    """Raise `ValueError` if blocks are rotated along the axis, of which a part means nothing."""
+    weight = tensor.scheme.weight
+    if getattr(weight, "rotation", 0) and _pattern(tensor)[axis] != 1:
+        raise ValueError(f"a view that cuts or joins rotated blocks ({weight}) along axis {axis}; dequantize() first")
 
 
 def part_of(tensor: Any, part: Any) -> Any:

@@ -38,6 +38,7 @@ from .sparse import Float8DynamicActivationFloat8SemiSparseWeight as float8_dyna
 from .sparse import Int8DynamicActivationInt8SemiSparseWeight as int8_dynamic_activation_int8_semi_sparse_weight
 from .static import Float8StaticActivationFloat8Weight as float8_static_activation_float8_weight
 from .static import Int8StaticActivationInt8Weight as int8_static_activation_int8_weight
+from .vector_codebook import VectorCodebookWeightOnly as vector_codebook_weight_only
 
 __all__ = [
     "block_sparse", "float8_dynamic_activation_float8_semi_sparse_weight", "float8_dynamic_activation_float8_weight",
@@ -48,5 +49,5 @@ __all__ = [
     "int8_static_activation_int8_weight", "int8_weight_only", "intx_weight_only", "lut_weight_only",
     "mxfp4_dynamic_activation_mxfp4_weight", "mxfp4_weight_only", "mxfp6_weight_only",
     "mxfp8_dynamic_activation_mxfp8_weight", "mxfp8_weight_only", "nf4_weight_only",
-    "nvfp4_dynamic_activation_nvfp4_weight", "nvfp4_weight_only", "uintx_weight_only",
+    "nvfp4_dynamic_activation_nvfp4_weight", "nvfp4_weight_only", "uintx_weight_only", "vector_codebook_weight_only",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
 from qtorch.recipes.base import RECIPES
 from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
 from tests.attack import training_recipes as of_training
-from tests.every_recipe import NAMES, make
+from tests.every_recipe import NAMES, OF_QAT, make
 from tests.kernels.cpu.builds import BUILDS
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
 
@@ -211,7 +211,7 @@ def training_recipes() -> Iterator[tuple[str, object, bool]]:
         RECIPES["mixed_precision_training"](fully_quantized(granularity=qtorch.PerBlock((4, 16)))),
         False,
     )
-    for name in NAMES:
+    for name in OF_QAT:
         yield f"qat {name}", qat(make(name, 32)), False
     yield "qat nvfp4 in fp32", qat(make("nvfp4_dynamic_activation_nvfp4_weight"), compute_dtype=torch.float32), False
     yield "qat int8 static in fp32", qat(make("int8_static_activation_int8_weight"), compute_dtype=torch.float32), False

@@ -51,6 +51,7 @@ GOLDEN: dict[str, Recipe] = {
     "nvfp4": qtorch.nvfp4_weight_only(),
     "nf4": qtorch.nf4_weight_only(),
     "lut_3_bits": qtorch.lut_weight_only(3),
+    "vector_codebook": qtorch.vector_codebook_weight_only(),
     "block_sparse": qtorch.block_sparse(qtorch.int8_dynamic_activation_int8_weight(), 0.5, block_size=16),
     "conv_int8_dynamic_activation_int8_weight": qtorch.int8_dynamic_activation_int8_weight(),
     "conv_int4_weight_only": qtorch.int4_weight_only(group_size=32),

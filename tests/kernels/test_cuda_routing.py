@@ -38,6 +38,7 @@ RECIPES = {
     qtorch.float8_dynamic_activation_float8_weight(qtorch.PerTensor()): ("float8_scaled_mm", None),
     qtorch.float8_weight_only(): ("weight_only_mm", None),
     qtorch.nf4_weight_only(): ("lut_weight_mm", None),
+    qtorch.vector_codebook_weight_only(): ("cuda_vector_codebook_mm", []),
 }
 
 

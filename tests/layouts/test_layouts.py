@@ -5,7 +5,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from qtorch import AffineQuantizedTensor, BlockSparseLayout, MappingType, PerGroup, PerRow, PlainLayout, QuantSpec
+from qtorch import (
+    AffineQuantizedTensor,
+    BlockSparseLayout,
+    MappingType,
+    PerGroup,
+    PerRow,
+    PlainLayout,
+    QuantSpec,
+    vector_codebook_weight_only,
+)
 from qtorch.dtypes import Layout, register_layout
 from qtorch.primitives import LinearSpec, from_json, mask_blocks, prune_blocks, to_json
 from qtorch.primitives.layouts import LAYOUTS
@@ -27,6 +36,9 @@ def examples() -> list[AffineQuantizedTensor]:
                 continue
             w = quantized(name, *shape)
             tensors += [w, w.transpose(0, -1)]
+    for shape, size in (((8, 32), -1), ((40, 96), 32), ((2, 16, 64), -1)):
+        w = vector_codebook_weight_only(size).apply(torch.randn(shape))
+        tensors += [w, w.transpose(0, -1)]
     return tensors
 
 
@@ -40,7 +52,13 @@ def test_unpack_is_the_inverse_of_pack(layout: Layout) -> None:
             continue
         taken += 1
         assert packed.scheme.layout == layout
-        assert set(packed.inner_tensors) <= {*layout.tensors, "scale_scale", "scale_mean", "act_scale", "act_zero_point"}
+        assert set(packed.inner_tensors) <= {
+            *layout.tensors,
+            "scale_scale",
+            "scale_mean",
+            "act_scale",
+            "act_zero_point",
+        }
         for a, b in zip(packed.plain(), w.plain()):
             assert (a is None) == (b is None)
             assert a is None or (a.dtype == b.dtype and torch.equal(a.float(), b.float()))

@@ -35,7 +35,7 @@ RECIPES: dict[str, Recipe] = {
     "mxfp4, with noise": training.mxfp4_training(),
     "float8 tensorwise": training.float8_training("tensorwise"),
     "groups": GROUPS,
-    **{f"qat of {name}": qat(every_recipe.make(name, 32)) for name in every_recipe.NAMES},
+    **{f"qat of {name}": qat(every_recipe.make(name, 32)) for name in every_recipe.OF_QAT},
     "lsq of a convolution": lsq(),
     "lsq of a convolution, dynamic": lsq(recipe=every_recipe.make("int8_dynamic_activation_int8_weight")),
 }

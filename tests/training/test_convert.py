@@ -14,7 +14,7 @@ from qtorch.recipes.base import Recipe
 from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight, convert, lsq, mixed_precision_training, qat
 from qtorch.training.engine.numerics import int8
 from qtorch.training.quantization_aware.converted import sums_integers
-from tests.every_recipe import NAMES, make
+from tests.every_recipe import OF_QAT, make
 from tests.training.small_model import fit, mlp
 
 W4A8 = TrainingSpec(GemmSpec(int8(), qtorch.QuantSpec("int4", PerGroup(32), quant_min=-7)))
@@ -63,7 +63,7 @@ LEARNED = {
     qat(INT4, lora_rank=4): (15, 30),
     qat(qtorch.nf4_weight_only(group_size=32), lora_rank=4): (15, 30),
 }
-LEARNED |= {qat(make(name, 32)): (3, 60) for name in NAMES}
+LEARNED |= {qat(make(name, 32)): (3, 60) for name in OF_QAT}
 BOUNDS: dict[Recipe, tuple[float, float]] = {
     **{recipe: (4 if codes == "int2" else 15, 55) for recipe, (_, codes, _) in SERVED.items()},
     **LEARNED,

@@ -17,12 +17,12 @@ from qtorch.primitives import PercentileRule, fake_quantize_affine, prune_2_4
 from qtorch.training import convert, qat
 from qtorch.training.quantization_aware.converted import sums_integers
 from qtorch.training.quantization_aware.qat_weight import FakeQuantizedWeight
-from tests.every_recipe import NAMES, make
+from tests.every_recipe import OF_QAT, make
 from tests.refusals import refuses
 from tests.training.small_model import fit, mlp
 
-every_recipe = pytest.mark.parametrize("name", NAMES)
-INTEGERS = [name for name in NAMES if sums_integers(make(name).linear_spec())]
+every_recipe = pytest.mark.parametrize("name", OF_QAT)
+INTEGERS = [name for name in OF_QAT if sums_integers(make(name).linear_spec())]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:qtorch")
@@ -70,7 +70,7 @@ def explicit(x: Tensor, spec: qtorch.QuantSpec | None, scale: Tensor | None = No
     return x + (value - x.detach())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "sparse" not in name])
+@pytest.mark.parametrize("name", [name for name in OF_QAT if "sparse" not in name])
 def test_gradients_are_those_of_explicit_fake_quantization(name: str) -> None:
     recipe, layer = make(name, 32), nn.Linear(64, 96)
     spec, weight = recipe.linear_spec(), layer.weight.detach().clone().requires_grad_()

@@ -16,7 +16,7 @@ from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import MappingType, PerAxis, PerTensor
 from qtorch.recipes.base import Recipe
 from qtorch.training import calibrate, convert, fold_batch_norm, lsq, qat, scheduled_qat
-from tests.every_recipe import NAMES, make
+from tests.every_recipe import OF_QAT, make
 from tests.test_convolutions import CONVS, ConvNet, X
 
 pytestmark = pytest.mark.filterwarnings("ignore:qtorch. linear")
@@ -39,7 +39,7 @@ def prepared(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_QAT)
 def test_converted(name: str) -> None:
     model = prepared(name)
     floats = [conv.weight.dequantize().detach() for conv in model.convs]

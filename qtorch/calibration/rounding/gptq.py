@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ...primitives.jsonable import jsonable
+from ...primitives.vector_codebook import VectorSpec
+from . import vectors
 from .grid import Columns, Grid, Refinement, Rounding, factor
 
 
@@ -47,6 +49,11 @@ class Gptq(Rounding):
         return replace(self, damping=factor * self.damping)
 
     def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
+        if isinstance(grid.spec, VectorSpec):
+            order = vectors.order_of(moment, self.act_order)
+            damping, upper = self._factor(moment, order)
+            vectors.round_vectors(weight, upper, order, grid, self.block_size)
+            return damping
         count = weight.shape[1]
         order = torch.arange(count, device="cpu")
         if self.act_order:
@@ -96,6 +103,9 @@ class Descent(Refinement):
 
     def refine(self, weight: Tensor, moment: Tensor, grid: Grid) -> Grid:
         grid = grid.copy()
+        if isinstance(grid.spec, VectorSpec):
+            vectors.descend(weight, moment, grid, self.sweeps, self.block_size)
+            return grid
         order = moment.diagonal().argsort(descending=True, stable=True)
         places = order.tolist()
         moment = moment[order.unsqueeze(1), order]

@@ -16,6 +16,7 @@ from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, 
 from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
 from ...primitives.qparams import Numerics
+from ...primitives.vector_codebook import ENTRIES, signs
 from .memory import address
 
 FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point and kind.bits <= 8)
@@ -23,6 +24,9 @@ FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point 
 
 TABLE = "TABLE"
 """In place of the domain of a zero point: what stands for it is the table of the weight."""
+
+VECTORS = "VECTORS"
+"""In its place too: bytes stand for vectors (`primitives.vector_codebook`)."""
 
 
 class CodeValues(NamedTuple):
@@ -160,6 +164,18 @@ class QuantizedScales(NamedTuple):
             "scale_mean": -0.0 if self.mean is None else float(self.mean),  # x + -0 is x, also where x is -0
             "scale_is_positive": self.is_positive,
         }  # fmt: skip
+
+
+def vector_fields(rotation: int) -> dict[str, Any]:
+    """Of a `structs.Weight` whose bytes stand for vectors, rotated in blocks of so many columns, 0 for none."""
+    flips = address(_signs_of(rotation), torch.float32) if rotation else 0
+    vectors = address(ENTRIES, torch.int8)
+    return {"center": 0, "shift": 0.0, "vectors": vectors, "signs": flips, "rotation": rotation}
+
+
+@functools.cache
+def _signs_of(rotation: int) -> Tensor:
+    return torch.tensor(signs(rotation), dtype=torch.float32, device="cpu")
 
 
 def tensors_of_scales(weight: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -50,6 +50,9 @@ class Weight(NamedTuple):
     first_scale: int = 0
     scale_mean: float = 0.0
     scale_is_positive: int = 0
+    vectors: int = 0
+    signs: int = 0
+    rotation: int = 0
 
 
 Input = declare("Input", ("data type stride rows", int))

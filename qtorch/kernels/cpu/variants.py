@@ -159,6 +159,7 @@ def of_values() -> Table:
     for dtype, last in (("float32", "tile"), ("bfloat16", many), ("float16", many)):
         table[f"values {dtype}"] = [(8, "dot"), (None, last)]
         table[f"units {dtype}"] = [(2, "fixed"), *table[f"values {dtype}"]]  # integers times a unit
+        table[f"vectors {dtype}"] = [(2 if dtype == "float32" else 4, "fixed"), *table[f"values {dtype}"]]
     return table
 
 

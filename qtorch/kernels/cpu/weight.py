@@ -22,7 +22,7 @@ from ..linear.scaled import INTEGERS
 from ..ops.weight_only_mm import code_arguments
 from ..registry import Problem, needs_matrix, needs_rows, register
 from . import variants
-from .code_values import TABLE, CodeValues, QuantizedScales
+from .code_values import TABLE, VECTORS, CodeValues, QuantizedScales, vector_fields
 from .compiled_library import TYPES, library, missing
 from .memory import address
 from .structs import Weight
@@ -90,6 +90,8 @@ class CompiledWeight:
         self.fields = _fields(*matrices, *about[:6])
         if self.fields is not None and self.code_values is not None:
             self.fields = self.fields._replace(shift=0.0, **self.code_values.fields())
+        if self.fields is not None and about[4] == VECTORS:
+            self.fields = self.fields._replace(**vector_fields(int(about[5])))
         if self.fields is not None and scales is not None:
             self._numbers_of_scales = scales.read()  # whose memory the struct names
             self.fields = self.fields._replace(**scales.fields(self._numbers_of_scales))
@@ -97,7 +99,9 @@ class CompiledWeight:
 
     def key(self, kind: str | torch.dtype) -> str:
         """The key of `variants` for this weight and an activation of this kind."""
-        n, k, _, packed = self.about[:4]
+        n, k, _, packed, domain = self.about[:5]
+        if domain == VECTORS:
+            return f"vectors {str(kind).removeprefix('torch.')}"
         if self.code_values is not None:
             return f"{'units' if self.code_values.unit else 'values'} {str(kind).removeprefix('torch.')}"
         return variants.key_of(kind, packed, self._grouped, n * k, has_short_groups(self.fields))
@@ -122,7 +126,8 @@ class CompiledWeight:
             codes: (N, K) in the storage dtype of the type, or packed by `pack_codes` along K.
             scale: (N, G) or (1, 1).  zero_point: like scale, or None; or a table, see `CodeValues.of_table`.
             about: N, K, the name of a `QDType`, whether codes are packed, the name of a `ZeroPointDomain`, or `TABLE`,
-                the code of a FLOAT zero point, (low + high + 1) / 2; and what a subclass adds.
+                the code of a FLOAT zero point, (low + high + 1) / 2; and what a subclass adds. For vectors: packed
+                int2, `VECTORS`, and the length of the blocks that are rotated.
             scales: if `scale` and `zero_point` are codes of scales.
         """
         found = cls._made.get(id(codes))
@@ -221,7 +226,7 @@ def _fields(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: 
         center=half if packed or not kind.is_signed else 0, n=n, k=k, group=k // groups, groups=groups,
         scale=address(scale), scale_type=SCALE_TYPES[scale.dtype], scale_stride=groups if scale.shape[0] > 1 else 0,
         zero=address(zero_point), zero_type=0 if zero_point is None else SCALE_TYPES[zero_point.dtype],
-        zero_is_code=domain == TABLE or not ZeroPointDomain[domain].adds_zero_point,
+        zero_is_code=domain in (TABLE, VECTORS) or not ZeroPointDomain[domain].adds_zero_point,
         shift=zero_code - (middle if domain == "FLOAT" else 0.0),
     )  # fmt: skip
 

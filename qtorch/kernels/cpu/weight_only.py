@@ -25,6 +25,7 @@ from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque, recording
 from ..linear.lut_weight_only import lut_weight_mm
 from ..linear.scaled import INTEGERS
+from ..linear.vector_codebook import rotated_input
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, to_rows
@@ -147,8 +148,12 @@ class _WeightOnlyLinear(CompiledLinear):
 
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
-        suffix = " copied" if self.code_values is None else ""
+        suffix = " copied" if self._key.partition(" ")[0] not in ("values", "units", "vectors") else ""
         return "copy" if wanted() and self.choose(rows, suffix) == "float" else self.choose(rows)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """x as it meets the weight in floating point: rotated if that is."""
+        return rotated_input(x, self.fields.rotation if self.fields else 0)
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
@@ -207,7 +212,7 @@ def multiply(
         copy = float_copy((*tensors, *layer._of_scales), x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note(f"{name}.float_copy")
-            return _add(functional.linear(x, copy), bias)
+            return _add(functional.linear(layer.rotated(x), copy), bias)
         variant = layer.choose(m)
     if compiled is None or variant == "torch":
         note(f"{name}.torch")
@@ -215,13 +220,13 @@ def multiply(
     if recording():
         note(f"{name}.{compiled.instruction_set}.{variant}")
     if variant == "float":
-        return _multiply_slices(x, Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
+        return _multiply_slices(layer.rotated(x), Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     y, finite = layer.run(x, x.stride(0), m, (m, n), bias, variant, ())
     if finite:
         return y
     made = Dequantized(compiled, layer.fields, n, k, x.dtype)
-    return where_finite(y, x, lambda: _multiply_slices(x, made, bias))
+    return where_finite(y, x, lambda: _multiply_slices(layer.rotated(x), made, bias))
 
 
 class Dequantized(NamedTuple):

@@ -10,6 +10,7 @@ from .packed import PackedLayout, can_pack_bits, pack_codes, packed_length, unpa
 from .plain import PlainLayout, layout_for, smallest_layout  # noqa: E402, F401
 from .semi_sparse import SemiSparseLayout  # noqa: E402
 from .tensor_core_tiled import TensorCoreTiledLayout  # noqa: E402
+from .vector_codebook import VectorCodebookLayout  # noqa: E402
 
 __all__ = [
     "LAYOUTS",
@@ -19,5 +20,6 @@ __all__ = [
     "PlainLayout",
     "SemiSparseLayout",
     "TensorCoreTiledLayout",
+    "VectorCodebookLayout",
     "register_layout",
 ]

@@ -56,7 +56,9 @@ class QATSpec:
         # Made once: it is read on each call, and by compilers that trace it.
         object.__setattr__(self, "_linear_spec", self.recipe.linear_spec())
         if getattr(self.linear_spec.weight, "rotation", 0):
-            raise ValueError(f"qat: {self.recipe} rotates blocks, which is not trained; leave rotated=True out")
+            raise ValueError(
+                f"qat: {self.recipe} rotates blocks, which is not trained; leave rotated=True out, or take another"
+            )
 
     @property
     def linear_spec(self) -> LinearSpec:

@@ -18,6 +18,7 @@
 #include "int_tile.h"
 #include "quantize_matrix.h"
 #include "quantize_tokens.h"
+#include "vectors.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -138,8 +139,24 @@ static int64_t watched(const Body& body) {
     return __atomic_load_n(&non_finite_results, __ATOMIC_RELAXED) != before;
 }
 
+// Of vectors, with x rotated where the weight is.
+static void multiply_vectors(const Weight& w, const Input& all, const Output& out, int64_t variant, int64_t threads) {
+    static thread_local Scratch row_scratch;
+    int64_t ld = round_up(w.k, LANES);
+    for (int64_t m = 0; m < all.rows; m += MAX_CHUNK) {
+        Input x = all.part(m, all.rows - m < MAX_CHUNK ? all.rows - m : MAX_CHUNK);
+        float* rows = row_scratch.get<float>(x.rows * ld);
+        x.to_floats(w.k, rows, ld, threads);
+        if (w.signs) parallel_for(x.rows, threads, [&](int64_t i) { rotate(w, rows + i * ld); });
+        if (variant == FIXED && multiply_vector_dot(w, rows, ld, x.rows, x.type, out.part(m), threads)) continue;
+        int64_t otherwise = variant != FIXED ? variant : x.rows <= DOT_MAX_ROWS ? (int64_t)DOT : (int64_t)TILE;
+        multiply_floats(w, {rows, FLOAT32, ld, x.rows}, out.part(m), otherwise, threads);
+    }
+}
+
 EXPORT int64_t qtorch_weight_only_mm(const Call* call) {
-    return watched([&] { multiply_floats(call->weight, call->x, call->y, call->variant, call->threads); });
+    auto multiply = call->weight.vectors ? multiply_vectors : multiply_floats;
+    return watched([&] { multiply(call->weight, call->x, call->y, call->variant, call->threads); });
 }
 
 struct ExpertsCall {

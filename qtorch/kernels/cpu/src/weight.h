@@ -39,6 +39,11 @@ struct Weight {
     int64_t scale_group, first_scale;
     double scale_mean;
     int64_t scale_is_positive;
+    // Of bytes that stand for four codes each, see vectors.h: the codes of all bytes, or null; and of a weight whose rows
+    // are rotated in blocks, their length and signs.
+    const uint32_t* vectors;
+    const float* signs;
+    int64_t rotation;
 
     bool has_offset() const { return zero || shift != 0; }
 
@@ -83,6 +88,10 @@ INLINE void unpack(const uint8_t* from, const uint8_t* end, int64_t count, int r
 inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t* out) {
     const uint8_t* row = w.codes + n * w.row_bytes;
     const uint8_t center = w.center;
+    if (w.vectors) {  // k and length are multiples of 4
+        for (int64_t i = 0; i < length; i += 4) memcpy(out + i, w.vectors + row[(k + i) / 4], 4);
+        return;
+    }
     if (!w.bits) {
         // Not beyond the row, which may be the last.
         memcpy(out, row + k, length);
@@ -133,7 +142,8 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
 // Prefetch what `decode` will read.
 INLINE void prefetch_codes(const Weight& w, int64_t n, int64_t k, int64_t length) {
     const uint8_t* row = w.codes + n * w.row_bytes;
-    if (!w.bits) {
+    if (!w.bits || w.vectors) {
+        if (w.vectors) k /= 4, length /= 4;
         for (int64_t i = 0; i < length; i += 64) prefetch(row + k + i);
         return;
     }
