@@ -199,7 +199,7 @@ def test_save_load_and_copy(recipe: WeightRecipe, kernel: str, sqnr: float, bits
     quantize_(layer, recipe)
     save_quantized(layer, tmp_path / "layer.safetensors")
     with torch.device("meta"):
-        loaded, assigned = nn.Linear(64, 32), nn.Linear(64, 32)
+        loaded, assigned = nn.Linear(256, 32), nn.Linear(256, 32)
     load_quantized(loaded, tmp_path / "layer.safetensors")
     assigned.load_state_dict(layer.state_dict(), assign=True)
     for other in (loaded, assigned, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):

@@ -325,7 +325,7 @@ def test_names_of_mixtral_and_of_tied_parameters(tmp_path: Path, path: Path) -> 
 
 
 @pytest.mark.parametrize(("of_second", "words"), [
-    (qtorch.int8_weight_only(), r"mlp\.experts\.down_proj cannot be made from mlp\.experts\.0"),
+    (qtorch.int8_weight_only(), r"mlp\.experts\.down_proj cannot be made of mlp\.experts\.0"),
     (RECIPES[-1], "static activations of the matrices have different scales"),
 ])  # fmt: skip
 def test_matrices_that_differ_are_named(of_second: WeightRecipe, words: str, path: Path) -> None:
