@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
-from ...primitives import ZeroPointDomain
+from ...primitives import CodebookSpec, QuantSpec, ZeroPointDomain
 from ..hf_folder import FolderSource, HFFolder, Parts, StoredWeight
 from ..save_folder import SaveFormat, register_save_format
 from ..sources import register_source
@@ -280,6 +280,8 @@ class _GroupedFormat(SaveFormat):
         spec: Any = scheme.weight
         if type(tensor) is not AffineQuantizedTensor or tensor.dim() != 2 or last != "weight":
             return f"is a {type(tensor).__name__} of {tensor.dim()} axes, and the format has weights of linear layers"
+        if type(spec) not in (QuantSpec, CodebookSpec):
+            return f"is {spec}, and the format has integers times a scale"
         if spec.dtype.is_floating_point or spec.dtype.bits not in self.bits:
             return f"has codes in {spec.dtype}, and the format has integers of {', '.join(map(str, self.bits))} bits"
         codes, others = tensor.canonical()

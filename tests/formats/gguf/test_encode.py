@@ -177,7 +177,7 @@ def test_a_compiled_kernel_runs(name: str) -> None:
 @pytest.mark.parametrize("name", OF_GGUF)
 def test_training_and_calibration_see_the_type(name: str, tmp_path: Path) -> None:
     kind, x = name.removeprefix("gguf_").upper(), torch.randn(64, 512)
-    model = nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 32))
+    model = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 32))
     before = [layer.weight.detach().clone() for layer in (model[0], model[2])]
     qtorch.quantize_(model, qat(OF_GGUF[name]()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -196,14 +196,14 @@ def test_training_and_calibration_see_the_type(name: str, tmp_path: Path) -> Non
 
     qtorch.save_quantized(model, tmp_path / "x.safetensors")
     again = qtorch.load_quantized(
-        nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 32)), tmp_path / "x.safetensors"
+        nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 32)), tmp_path / "x.safetensors"
     )
     assert torch.equal(again(x), trained)
 
-    calibrated, nearest = nn.Linear(512, 64), nn.Linear(512, 64)
+    calibrated, nearest = nn.Linear(512, 256), nn.Linear(512, 256)
     inputs = x @ torch.randn(512, 512) * (torch.rand(512) < 0.2)
     for layer in (calibrated, nearest):
-        layer.weight.data, layer.bias.data = before[0].clone(), torch.zeros(64)
+        layer.weight.data, layer.bias.data = before[0].clone(), torch.zeros(256)
     qtorch.quantize_(nearest, OF_GGUF[name]())
     qtorch.quantize_(calibrated, gptq(OF_GGUF[name](), [inputs]))
     assert type_of(calibrated.weight.detach())[0] == kind

@@ -316,12 +316,12 @@ def _numbers(spec: Any) -> tuple[Any, ...]:
     """What two specs have in common if a type may hold the numbers of both: how reals follow from codes."""
     if spec.scale_spec is not None:
         domain = spec.zero_point_domain if spec.has_zero_point else None
-        return spec.dtype, spec.granularity, getattr(spec, "table", domain), _numbers(spec.scale_spec)
+        return type(spec), spec.dtype, spec.granularity, getattr(spec, "table", domain), _numbers(spec.scale_spec)
     if isinstance(spec, CodebookSpec):
         return (spec.table,)
     kind = spec.dtype if spec.dtype.is_floating_point else "integers"
     integer = not spec.has_zero_point or spec.zero_point_domain is ZeroPointDomain.INT
-    return kind, None if integer else spec.zero_point_domain, spec.rotation
+    return type(spec), kind, None if integer else spec.zero_point_domain
 
 
 def _parts(kind: BlockType, codes: Tensor, others: dict[str, Tensor]) -> dict[str, Tensor]:
