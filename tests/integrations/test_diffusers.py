@@ -133,14 +133,14 @@ def test_mappings_dtypes_and_skipped_modules(tmp_path: Path) -> None:
     again = diffusers.UNet2DModel.from_pretrained(tmp_path / "quantized")
     check_same(again, model)
     assert again.hf_quantizer.quantization_config.recipe == ALL
-    transformer().save_pretrained(tmp_path / "float")
+    transformer().save_pretrained(tmp_path / "dit")
     config = QtorchConfig(qtorch.int8_weight_only(), modules_to_not_convert=["proj_out"])
     kind = diffusers.DiTTransformer2DModel
-    model = kind.from_pretrained(tmp_path / "float", quantization_config=config, torch_dtype=torch.bfloat16)
+    model = kind.from_pretrained(tmp_path / "dit", quantization_config=config, torch_dtype=torch.bfloat16)
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
     assert not [name for name in quantized(model) if "proj_out" in name]
-    model.save_pretrained(tmp_path / "quantized")
-    again = kind.from_pretrained(tmp_path / "quantized", torch_dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "quantized_dit")
+    again = kind.from_pretrained(tmp_path / "quantized_dit", torch_dtype=torch.bfloat16)
     check_same(again, model)
 
 

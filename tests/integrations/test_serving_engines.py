@@ -177,7 +177,7 @@ def test_what_is_refused(engine: Engine, tmp_path: Path) -> None:
     quantize_(model, {"lm_head": RECIPES["int8"], r".*\.gate_proj": RECIPES["int8"], r".*": None})
     model.save_pretrained(tmp_path)
     config = engine.config(tmp_path)
-    with pytest.raises(ValueError, match=r"joins .*gate_proj, .*up_proj, of which .*up_proj are in floating point"):
+    with pytest.raises(ValueError, match=r"joins .*gate_proj, .*up_proj, but .*up_proj are floats"):
         engine.layer(64, [64, 64], config, f"{BLOCK}.mlp.gate_up_proj", (0, 1), False)
     with pytest.raises(ValueError, match="lm_head is a Embedding with quantized weights"):
         config.get_quant_method(nn.Embedding(4, 4), "lm_head")

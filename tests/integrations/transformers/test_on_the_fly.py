@@ -65,8 +65,8 @@ def test_sizes_kernels_and_training(folder: Path) -> None:
 
 
 def test_experts_dtypes_and_what_is_refused(folder: Path, tmp_path: Path) -> None:
-    build("mixtral").save_pretrained(tmp_path)
-    model = load(tmp_path, I8, name="mixtral")
+    build("mixtral").save_pretrained(tmp_path / "mixtral")
+    model = load(tmp_path / "mixtral", I8, name="mixtral")
     rows = {row.name: row for row in model.hf_quantizer.report.layers}
     assert rows["model.layers.0.mlp.experts.gate_up_proj"].action == "quantized"
     assert rows["model.layers.0.mlp.gate.weight"].detail.startswith("a router")
@@ -83,8 +83,8 @@ def test_experts_dtypes_and_what_is_refused(folder: Path, tmp_path: Path) -> Non
     model = build("llama")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-    model.save_pretrained(tmp_path)
-    refuses("issues during automatic conversion", lambda: load(tmp_path, int8_weight_only()), RuntimeError)
+    model.save_pretrained(tmp_path / "nan")
+    refuses("issues during automatic conversion", lambda: load(tmp_path / "nan", int8_weight_only()), RuntimeError)
 
 
 @pytest.mark.parametrize("targets", ["all", ["linear", "embedding"]], ids=str)

@@ -102,7 +102,7 @@ def test_libraries_of_other_sources_are_refused(monkeypatch):
         compiled_library.Library(loaded.instruction_set, loaded.path)
 
 
-def test_choices_use_and_eight_threads(build):
+def test_calls_from_eight_threads(build):
     model = layer().requires_grad_(False)
     inputs = [torch.randn(rows, 256) for rows in (1, 2, 5, 9, 17, 40, 70, 3)]
     with ThreadPoolExecutor(8) as pool:
@@ -110,6 +110,9 @@ def test_choices_use_and_eight_threads(build):
         for _ in range(5):
             for y, wanted in zip(pool.map(model, inputs * 4), expected * 4, strict=True):
                 assert torch.equal(y, wanted)
+
+
+def test_choices_and_use():
     kinds, both, sizes = ("float32", "bfloat16", "float16", "int8"), (True, False), (1, variants.SMALL + 1)
     keys = {variants.key_of(*key) for key in itertools.product(kinds, both, both, sizes)}
     keys |= {f"{key} copied" for key in keys if not key.startswith("int8")}
