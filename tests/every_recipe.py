@@ -32,8 +32,9 @@ def is_of_users(cls: type[Recipe]) -> bool:
     return cls.__module__.partition(".")[0] not in ("qtorch", "tests", "tutorials")
 
 
-OTHERS = ("block_sparse", *(f"gguf_q{bits}_k" for bits in range(2, 7)))
-"""Have tests of their own: they take few shapes."""
+K_TYPES = tuple(f"gguf_q{bits}_k" for bits in range(2, 7))
+OTHERS = ("block_sparse", *K_TYPES)
+"""Have tests of their own, the K types in tests/formats/gguf: they take few shapes."""
 
 NAMES = sorted(
     name

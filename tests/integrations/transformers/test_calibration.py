@@ -84,7 +84,9 @@ def test_saved_without_data_and_what_is_refused(folder: Path, tmp_path: Path) ->
 
 def test_mappings_refusals_and_attention(folder: Path, tmp_path: Path) -> None:
     build("mixtral").save_pretrained(tmp_path / "mixtral")
-    model = load(tmp_path / "mixtral", {EXPERTS: I4, r".*": I8}, name="mixtral", calibration=batches(), calibration_method="gptq")
+    model = load(
+        tmp_path / "mixtral", {EXPERTS: I4, r".*": I8}, name="mixtral", calibration=batches(), calibration_method="gptq"
+    )
     assert any(name.endswith("experts.gate_up_proj") for name in tiny_models.quantized_names(model))
     assert all(row.calibration.tokens > 0 for row in model.hf_quantizer.report.quantized)
     data = batches()
