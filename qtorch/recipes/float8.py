@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import Granularity, LinearSpec, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain, qdtype
+from ..primitives import (
+    Granularity,
+    LinearSpec,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    QuantSpec,
+    ZeroPointDomain,
+    qdtype,
+)
 from ..primitives.floatx import FloatFormat
 from .base import WeightRecipe, register_recipe
 
@@ -56,7 +66,9 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
     """Weights and activations in float8, the scales of the activations computed on each call.
 
     Args:
-        granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each.
+        granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each;
+            `PerBlock((128, 128))`, one per block of the weight and per 128 elements of a token (DeepSeek-V3,
+            arXiv 2412.19437, section 3.3.2), which engines of vLLM serve and qtorch emulates.
         activation_dtype, weight_dtype: float8 dtypes of torch.
         scale_dtype: dtype of the scales of the weight; None is fp32. See `int8_weight_only`.
 
@@ -70,9 +82,15 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
     scale_dtype: torch.dtype | None = None
 
     def linear_spec(self) -> LinearSpec:
-        check_row_or_tensor(self, self.granularity)
+        of_tokens = self.granularity
+        if isinstance(self.granularity, PerBlock) and len(self.granularity.sizes) == 2:
+            of_tokens = PerGroup(self.granularity.sizes[1])
+        else:
+            check_row_or_tensor(self, self.granularity)
         weight = float8_spec(self, self.weight_dtype, self.granularity, self.scale_dtype)
-        return LinearSpec(weight, float8_spec(self, self.activation_dtype, self.granularity))
+        # Scales of groups have the dtype of the input by default; the kernels of vLLM have them in fp32.
+        scale_dtype = torch.float32 if isinstance(of_tokens, PerGroup) else None
+        return LinearSpec(weight, float8_spec(self, self.activation_dtype, of_tokens, scale_dtype))
 
 
 @register_recipe("float8_dynamic_activation_int4_weight")

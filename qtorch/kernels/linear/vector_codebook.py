@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...primitives.vector_codebook import VECTOR, rotate_vectors, unpack_vectors
 from ..custom_ops import opaque
-from ..ops.weight_only_mm import multiply_slices, slice_length
-from ..registry import Problem, from_rows, needs_matrix, needs_rows, register, to_rows
+from ..ops.weight_only_mm import LARGE, multiply_slices, slice_length
+from ..registry import Problem, from_rows, needs_matrix, needs_rows, power_if_larger, register, to_rows
 
 LAYOUT = "vector_codebook"
 
@@ -32,7 +32,11 @@ def vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int) -
     """
     columns = codes.shape[1] * VECTOR
     read = _reader(codes, scale, x.dtype)
-    return multiply_slices(rotated_input(x, rotation), len(codes), slice_length(x, columns), read)
+    # The sum of a block may be 16 times its largest number: a row near the end of the dtype is rotated as a smaller one.
+    limit, power = (2.0**12, 2.0**4) if x.dtype == torch.float16 else (LARGE, LARGE)
+    up = power_if_larger(x.abs(), limit, power)
+    y = multiply_slices(rotated_input(x / up, rotation), len(codes), slice_length(x, columns), read)
+    return y.mul_(up)
 
 
 @opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[1] * VECTOR))

@@ -1,5 +1,6 @@
 """Recipes by the scheme in which vLLM serves their weights, and groups as the package itself writes them."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,7 @@ def float8(granularity: Any) -> QuantSpec:
 
 
 FLOAT8_BLOCKS = float8(PerBlock((32, 32)))
+FLOAT8_GROUPS = replace(float8(PerGroup(32)), scale_dtype=torch.float32)
 INT8_GROUPS = LinearSpec(QuantSpec("int8", PerGroup(32)), QuantSpec("int8", qtorch.PerToken(), quant_min=-127))
 INT8_STATIC = "W8A8Int8(is_static_input_scheme=True)"
 PACKED, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
@@ -90,7 +92,7 @@ CASES = [
     Case(qtorch.float8_weight_only(scale_dtype=BF16), "W8A16Fp8", FLOAT, None),
     Case(qtorch.float8_weight_only(granularity=PerTensor()), "W8A16Fp8", FLOAT, None),
     Case(LinearSpec(FLOAT8_BLOCKS), "W8A16Fp8", FLOAT, None),
-    Case(LinearSpec(FLOAT8_BLOCKS, float8(PerGroup(32))), "W8A8Fp8", FLOAT, "W8A8Fp8"),
+    Case(LinearSpec(FLOAT8_BLOCKS, FLOAT8_GROUPS), "W8A8Fp8", FLOAT, "W8A8Fp8"),
     Case(qtorch.float8_dynamic_activation_float8_weight(), "W8A8Fp8", FLOAT, "W8A8Fp8"),
     Case(qtorch.float8_dynamic_activation_float8_weight(PerTensor()), "W8A8Fp8", FLOAT, "W8A8Fp8"),
     Case(qtorch.float8_static_activation_float8_weight(0.013), "W8A8Fp8", FLOAT, "W8A8Fp8"),

@@ -233,6 +233,8 @@ def _of_activation(spec: QuantSpec, static: bool) -> Args:
         strategy = "token"
     elif isinstance(granularity, PerGroup) and not static:
         strategy, group_size = ("token", None) if granularity.group_size == -1 else ("group", granularity.group_size)
+        if kind == "float" and spec.scale_dtype not in (torch.float32, _E8M0):
+            raise ValueError(f"has inputs in {spec} with scales in their dtype; engines have them in fp32: scale_dtype")
     if strategy is None:
         raise ValueError(f"has inputs in {spec}; the schemes have scales per token, tensor or group")
     scale_dtype = _E8M0_NAME if spec.scale_dtype is _E8M0 else None
@@ -300,7 +302,9 @@ def activation_spec(args: Args | None, columns: int) -> tuple[QuantSpec | None, 
         is_mx = args.strategy == "group" and args.group_size == MX_GROUP and args.scale_dtype == _E8M0_NAME
         if args.num_bits == 4 and not is_mx:
             return None, False, left_out
-        return symmetric_spec(dtype, granularity, _E8M0 if is_mx else None), static, ""
+        # Engines compute the scales of groups in fp32.
+        in_groups = torch.float32 if args.strategy == "group" else None
+        return symmetric_spec(dtype, granularity, _E8M0 if is_mx else in_groups), static, ""
     if args.symmetric:
         return QuantSpec(qdtype(dtype), granularity, quant_min=-127), static, ""
     return QuantSpec(qdtype(dtype), granularity, MappingType.ASYMMETRIC), static, ""
