@@ -242,7 +242,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         quantized.dense_scale() if is_dense else quantized.scale, quantized.zero_point,
         packed, scheme.weight.dtype.name, x.dtype, added,
     )  # fmt: skip
-    y = cpu_int8_mm(*arguments) if is_dense else _multiply(*arguments, scales=QuantizedScales.of(quantized))
+    y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, QuantizedScales.of(quantized)))
     if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
         _Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

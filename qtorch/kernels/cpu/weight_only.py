@@ -155,6 +155,11 @@ class _WeightOnlyLinear(CompiledLinear):
         """x as it meets the weight in floating point: rotated if that is."""
         return rotated_input(x, self.fields.rotation if self.fields else 0)
 
+    def finite(self, y: Tensor, x: Tensor, in_torch: Callable[[], Tensor], bias: Tensor | None) -> Tensor:
+        """y with rows of `in_torch`, which rotates large ones as smaller ones, where a rotation made them infinite."""
+        rotates = self.fields is not None and self.fields.rotation
+        return where_finite(y, x, lambda: _add(in_torch(), bias)) if rotates else y
+
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
 def cpu_weight_only_mm(
@@ -212,21 +217,22 @@ def multiply(
         copy = float_copy((*tensors, *layer._of_scales), x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note(f"{name}.float_copy")
-            return _add(functional.linear(layer.rotated(x), copy), bias)
+            return layer.finite(_add(functional.linear(layer.rotated(x), copy), bias), x, in_torch, bias)
         variant = layer.choose(m)
     if compiled is None or variant == "torch":
         note(f"{name}.torch")
         return _add(in_torch(), bias)
     if recording():
         note(f"{name}.{compiled.instruction_set}.{variant}")
+    made = Dequantized(compiled, layer.fields, n, k, x.dtype)
     if variant == "float":
-        return _multiply_slices(layer.rotated(x), Dequantized(compiled, layer.fields, n, k, x.dtype), bias)
+        return layer.finite(_multiply_slices(layer.rotated(x), made, bias), x, in_torch, bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     y, finite = layer.run(x, x.stride(0), m, (m, n), bias, variant, ())
     if finite:
         return y
-    made = Dequantized(compiled, layer.fields, n, k, x.dtype)
-    return where_finite(y, x, lambda: _multiply_slices(layer.rotated(x), made, bias))
+    y = where_finite(y, x, lambda: _multiply_slices(layer.rotated(x), made, bias))
+    return layer.finite(y, x, in_torch, bias)
 
 
 class Dequantized(NamedTuple):

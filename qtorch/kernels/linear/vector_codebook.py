@@ -32,7 +32,7 @@ def vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int) -
     """
     columns = codes.shape[1] * VECTOR
     read = _reader(codes, scale, x.dtype)
-    # The sum of a block may be 16 times its largest number: a row near the end of the dtype is rotated as a smaller one.
+    # The sum of a block may be 16 times its largest number: a row near that of the dtype is rotated as a smaller one.
     limit, power = (2.0**12, 2.0**4) if x.dtype == torch.float16 else (LARGE, LARGE)
     up = power_if_larger(x.abs(), limit, power)
     y = multiply_slices(rotated_input(x / up, rotation), len(codes), slice_length(x, columns), read)
