@@ -119,7 +119,7 @@ class AffineQuantizedTensor(QuantizedTensor):
         codes, scale, zero_point = self._unpacked()
         if self.scale_scale is None:
             return codes, scale, zero_point
-        return codes, self.dense_scale(), self.dense_zero_point()
+        return codes, self.dense_scale(), zero_point if self.zero_point_scale is None else self.dense_zero_point()
 
     def _unpacked(self) -> Plain:
         """`plain` with the scale in its stored form, which may be quantized."""
