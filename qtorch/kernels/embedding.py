@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity
 from ..primitives.layouts import semi_sparse, unpack_codes
+from ..primitives.vector_codebook import unpack_vectors
 from .linear.lut_weight_only import CodebookWeight
 from .ops.portable import dequantize_portably
 from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, needs_rows, register
@@ -67,6 +68,14 @@ def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
     table = table if table.dim() == 1 else table.index_select(0, block_ids)
     y = dequantize_codebook(_codes(ids, weight), (1, columns), weight.dense_scale(block_ids), table, scheme.dtype)
     return y.reshape(*ids.shape, scheme.shape[1])
+
+
+@register("embedding", layout="vector_codebook", priority=10, rotated=True, supports=_supports, note=NOTE)
+def gather_vector_rows(ids: Tensor, weight: Any) -> Tensor:
+    """`gather_rows` of a weight of vectors in bytes, which rows are rotated back."""
+    scheme, flat = weight.scheme, ids.reshape(-1)
+    codes, scale = unpack_vectors(weight.qdata.index_select(0, flat)), weight.scale.index_select(0, flat)
+    return scheme.weight.dequantize(codes, scale, None, scheme.dtype).reshape(*ids.shape, scheme.shape[1])
 
 
 @register("embedding", layout="portable", spec=None, priority=100, supports=needs_matrix, note=NOTE)
