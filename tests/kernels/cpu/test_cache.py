@@ -142,6 +142,9 @@ def test_processes_and_threads_at_once(checkout):
     out, _ = checkout.run(program + "with ThreadPoolExecutor(4) as pool: list(pool.map(lambda _: use(), range(4)))")
     assert out.count(str(checkout.library())) == 4
     assert checkout.compiled() == LIBRARIES
+
+
+def test_a_forked_child_does_not_compile(checkout):
     out, error = checkout.run(LAYER + "child = os.fork()\nif child: os.waitpid(child, 0)\nelse: use()")
     assert out.split() == ["weight_only_mm", "None"]
     assert "the compiled CPU kernels are not there" in error
