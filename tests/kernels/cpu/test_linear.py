@@ -279,6 +279,34 @@ def test_channels_with_the_largest_codes(build, activation, columns):
         assert torch.equal(y, int8_grouped_mm(xq, xs, xz, codes, scale, zero, torch.float32))
 
 
+@pytest.mark.parametrize("rows_of_weight, columns, group", [
+    (8, 512, 32), (37, 1536, 64), (19, 2816, 128), (11, 1280, 320), (16, 2048, 2048), (7, 256, 32),
+])  # fmt: skip
+def test_one_row_of_codes(build, rows_of_weight, columns, group):
+    """Sums of products stay within 16 bits for a while, also less a zero point; the last rows are a block that begins
+    earlier; groups end within runs of codes. Seven rows are too few for a block."""
+    groups = columns // group
+    scale = torch.rand(rows_of_weight, groups) + 0.1
+    xs = torch.rand(1, 1)
+    largest = torch.full((rows_of_weight, columns), 15, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (rows_of_weight, groups), dtype=torch.int32)
+    inputs = [torch.full((1, columns), code, dtype=torch.int8) for code in (-128, 127)]
+    inputs.append(torch.randint(-128, 128, (1, columns), dtype=torch.int8))
+    weights_of = {
+        "uint4": (largest, torch.randint_like(largest, 16)),
+        "int4": [torch.randint_like(largest, 16).to(torch.int8) - 8],
+    }
+    for variant, (kind, all_codes), zero in itertools.product(CODE_VARIANTS, weights_of.items(), (None, zeros)):
+        for codes, xq, xz in itertools.product(all_codes, inputs, (None, -128, -3, 127)):
+            packed = pack_codes(codes, qdtype(kind))
+            x_zero = None if xz is None else torch.full((1, 1), xz, dtype=torch.int32)
+            arguments = packed, rows_of_weight, scale, zero, True, kind, torch.float32, None
+            with variants.force(variant), record_kernels() as ran:
+                y = int8_linear.cpu_int8_mm(xq, xs, x_zero, [], *arguments)
+            assert ran[-1] == f"cpu_int8_mm.{build}.{variant}"
+            assert torch.equal(y, int8_grouped_mm(xq, xs, x_zero, codes, scale, zero, torch.float32))
+
+
 def test_a_compiler_fuses_around_the_product_of_matrix_tiles(build):
     layer = torch.nn.Linear(64, 32).requires_grad_(False)
     qtorch.quantize_(layer, qtorch.int8_dynamic_activation_int8_weight())

@@ -180,24 +180,23 @@ void multiply_run(const ChannelBlock& w, const ChannelInput& in, int64_t k, int6
     }
 }
 
-// Scales and negative zero points of BLOCK_CHANNELS rows of the weight, lane by lane.
-inline void channel_factors(const Weight& w, const int64_t* rows, int64_t ld, float* scale, float* zero) {
+// Scales and negative zero points of LANES rows of the weight, rows[i] in lane i.
+inline void lane_factors(const Weight& w, const int64_t* rows, int64_t ld, float* scale, float* zero) {
     static thread_local Scratch scale_scratch, zero_scratch, code_scratch;
     float* row_scale = scale_scratch.get<float>(LANES * ld);
     float* row_zero = zero_scratch.get<float>(LANES * ld);
     int32_t* codes = code_scratch.get<int32_t>(ld);
-    for (int v = 0; v < CHANNEL_VECTORS; v++, rows += LANES) {
-        const uint8_t *scales_of[LANES], *zeros_of[LANES];
-        for (int i = 0; i < LANES; i++) {
-            scales(w, rows[i], row_scale + i * ld);
-            if (w.zero) zeros(w, rows[i], codes);
-            for (int64_t g = 0; w.zero && g < w.groups; g++) row_zero[i * ld + g] = -(codes[g] + (int32_t)w.center);
-            scales_of[i] = (const uint8_t*)(row_scale + i * ld);
-            zeros_of[i] = (const uint8_t*)(row_zero + i * ld);
-        }
-        to_units(scales_of, w.groups * 4, (int32_t*)scale + v * ld * LANES);
-        if (w.zero) to_units(zeros_of, w.groups * 4, (int32_t*)zero + v * ld * LANES);
+    const uint8_t *scales_of[LANES], *zeros_of[LANES];
+    bool as_they_are = w.scale_type == FLOAT32 && w.scale_stride == w.groups;
+    for (int i = 0; i < LANES; i++) {
+        if (!as_they_are) scales(w, rows[i], row_scale + i * ld);
+        if (w.zero) zeros(w, rows[i], codes);
+        for (int64_t g = 0; w.zero && g < w.groups; g++) row_zero[i * ld + g] = -(codes[g] + (int32_t)w.center);
+        scales_of[i] = as_they_are ? (const uint8_t*)w.scale + rows[i] * w.groups * 4 : (const uint8_t*)(row_scale + i * ld);
+        zeros_of[i] = (const uint8_t*)(row_zero + i * ld);
     }
+    to_units(scales_of, w.groups * 4, (int32_t*)scale);
+    if (w.zero) to_units(zeros_of, w.groups * 4, (int32_t*)zero);
 }
 
 template <bool ONES>
@@ -218,7 +217,10 @@ void multiply_channels(const Weight& w, const ChannelInput& in, const Output& y,
             int64_t start = task * BLOCK_CHANNELS, count = w.n - start < BLOCK_CHANNELS ? w.n - start : BLOCK_CHANNELS;
             int64_t row[BLOCK_CHANNELS];
             for (int64_t i = 0; i < BLOCK_CHANNELS; i++) row[i] = start + (i < count ? i : count - 1);
-            channel_factors(w, row, group_ld, scale, zero);
+            for (int v = 0; v < CHANNEL_VECTORS; v++) {
+                int64_t at = v * group_ld * LANES;
+                lane_factors(w, row + v * LANES, group_ld, scale + at, zero + at);
+            }
             memset(total, 0, 2 * rows * BLOCK_CHANNELS * sizeof *total);
             // 0 + -0 would not be -0.
             for (int64_t i = 0; i < rows * BLOCK_CHANNELS; i += LANES) store(sums + i, broadcast(-0.0f));

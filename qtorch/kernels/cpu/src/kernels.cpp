@@ -15,6 +15,7 @@
 #include "int_blocks.h"
 #include "int_channels.h"
 #include "int_dot.h"
+#include "int_row.h"
 #include "int_tile.h"
 #include "quantize_matrix.h"
 #include "quantize_tokens.h"
@@ -34,7 +35,8 @@ EXPORT int qtorch_ready() {
 }
 
 static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t variant, int64_t threads) {
-    if (variant == CHANNELS && w.has_short_groups()) multiply_channels(w, x, y, threads);
+    if (fits_int_row(w, x)) multiply_int_row(w, x, y, threads);
+    else if (variant == CHANNELS && w.has_short_groups()) multiply_channels(w, x, y, threads);
     else if (variant == DOT) multiply_int_dot(w, x, y, threads);
     else if (has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
     else multiply_int_tiles(w, x, y, threads);
