@@ -40,6 +40,7 @@ SUITES = {
     "accelerate": [f"{_TESTS}/test_accelerate.py", f"{_TESTS}/transformers/test_trainer.py"],
     "diffusers": [f"{_TESTS}/test_diffusers.py"],
     "compressed-tensors": ["tests/formats/compressed_tensors/test_against_package.py"],
+    "auto-round": ["tests/formats/test_gptq_awq.py"],
     "torch": ["tests/primitives", "tests/layouts", "tests/dtypes", "tests/test_recipes.py", "tests/training"],
 }
 # transformers 5.23 refuses PEFT before 0.20 in `add_adapter`.
@@ -82,9 +83,9 @@ def write(results: dict[tuple[str, str], str]) -> None:
     """Put results into the table of the page; those of other versions stay."""
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     table, _, after = rest.partition(MARKS[1])
-    found = re.findall(r"^\| (\w+) \| ([\d.]+) \| (.+) \|$", table, re.M)
+    found = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| (.+) \|$", table, re.M)
     rows = {(package, version): result for package, version, result in found}
-    order = sorted((rows | results).items(), key=lambda row: (list(OLDEST).index(row[0][0]), _numbers(row[0][1])))
+    order = sorted((rows | results).items(), key=lambda row: (list(SUITES).index(row[0][0]), _numbers(row[0][1])))
     lines = [f"| {package} | {version} | {result} |" for (package, version), result in order]
     new = "\n".join(["", "", "| package | version | tests |", "|---|---|---|", *lines, "", ""])
     PAGE.write_text(f"{before}{MARKS[0]}{new}{MARKS[1]}{after}")

@@ -242,6 +242,36 @@ def by_formula(path: Path, layer: str) -> torch.Tensor:
     return ((q - z[group]) * scales[group]).t()
 
 
+def by_auto_round(path: Path, layer: str) -> torch.Tensor:
+    """The weight (O, I) of a layer as auto-round dequantizes it, in fp32."""
+    stored = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    width, scales = config["bits"], stored[f"{layer}.scales"].float()
+    words, zeros = stored[f"{layer}.qweight"], stored[f"{layer}.qzeros"]
+    if config["quant_method"] == "awq":
+        dequantize = pytest.importorskip("auto_round.export.export_to_awq.utils").dequantize_gemm
+        return dequantize(words, zeros, scales, width, len(words) // len(scales)).t()
+    of_version = {"gptq": "qlinear_torch_zp", "gptq_v2": "qlinear_torch"}[config["checkpoint_format"]]
+    inputs, outputs = len(words) * 32 // width, words.shape[1]
+    made = pytest.importorskip(f"auto_round_extension.torch.{of_version}").QuantLinear(
+        width, inputs // len(scales), inputs, outputs, bias=False
+    )
+    made.qweight, made.qzeros, made.scales = words, zeros, scales
+    return made(torch.eye(inputs)).t()
+
+
+@pytest.mark.parametrize("format, name", CASES)
+def test_against_auto_round(format: str, name: str, tmp_path: Path) -> None:
+    pytest.importorskip("auto_round")
+    model = build()
+    quantize_(model, RECIPES[name])
+    save_quantized(model, tmp_path / "made", format=format)
+    for layer in ("0", "2"):
+        assert torch.equal(
+            by_auto_round(tmp_path / "made", layer), model.get_submodule(layer).weight.dequantize(torch.float32)
+        )
+
+
 @pytest.mark.parametrize("format, name", CASES)
 def test_bit_for_bit(format: str, name: str, tmp_path: Path) -> None:
     model = build()

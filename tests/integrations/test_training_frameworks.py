@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from qtorch import quantize_
+from qtorch import int4_weight_only, quantize_
 from qtorch.integrations.qat_schemes import SCHEMES, qat_scheme
-from qtorch.training import convert
+from qtorch.training import convert, qat
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -30,6 +30,9 @@ def test_a_scheme_trains_for_its_recipe(name: str) -> None:
 def test_an_unknown_scheme_is_named() -> None:
     with pytest.raises(ValueError, match=r"'int3' is not known, want one of int4, int8-int4"):
         qat_scheme("int3")
+    with pytest.raises(ValueError, match=r"'fp8-fp8' has no groups of 32: leave out group_size"):
+        qat_scheme("float8_e4m3fn-float8", group_size=32)
+    assert qat_scheme("int4", group_size=32) == qat(int4_weight_only(group_size=32))
 
 
 LIGHTNING = """
