@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 from ..dtypes import MatrixWeight, QuantizedTensor, TransposedWeight
+from ..kernels.ops.quantize import error_norms
 from ..kernels.registry import choose
 from ..primitives import compute_error, slices
-from ..primitives.sqnr import combined_norms, norms, sqnr
+from ..primitives.sqnr import sqnr
 from .explain import problem_of
 from .install import PreparedModule
 from .targets import Target
@@ -318,29 +318,12 @@ def quantization_error(weight: Tensor, quantized: Any) -> float:
     """`compute_error` of ``quantized.dequantize()``, which is computed a slice of rows at a time if it is large."""
     if isinstance(quantized, TransposedWeight) and not quantized.scheme.padding:
         weight, quantized = weight.mT, quantized.matrix
-    plain = isinstance(quantized, QuantizedTensor) and not quantized.trains and not isinstance(quantized, MatrixWeight)
     if isinstance(weight, QuantizedTensor) and not weight.trains:
         weight = weight.dequantize()
-    if not plain or not slices.needs_slices(weight):
+    plain = isinstance(quantized, QuantizedTensor) and not quantized.trains and not isinstance(quantized, MatrixWeight)
+    if not plain or not slices.is_plain_on_cpu(weight) or not weight.numel():
         return float(compute_error(weight, quantized.dequantize()))
-    spec, dtype = quantized.scheme.weight, quantized.scheme.dtype
-    codes, scale, other = quantized.plain()
-    block = spec.block_size(weight.shape)[0]
-    step = max(block, slices.slice_elements() * weight.shape[0] // weight.numel() // block * block)
-    # A look-up table that all blocks share is no tensor of rows.
-    shared = other is not None and other.dim() < codes.dim()
-
-    def rows(tensor: Tensor | None, start: int) -> Tensor | None:
-        if tensor is None or tensor.shape[0] == 1:
-            return tensor
-        return tensor[start // block : (start + step) // block]
-
-    found = []
-    for start in range(0, weight.shape[0], step):
-        of_slice = other if shared else rows(other, start)
-        part = spec.dequantize(codes[start : start + step], rows(scale, start), of_slice, dtype)
-        found.append(norms(weight[start : start + step], part))
-    return float(sqnr(combined_norms(torch.stack(found))))
+    return float(sqnr(error_norms(weight.detach(), quantized)))
 
 
 def quantized_row(target: Target[Any], weight: Tensor, quantized: Any) -> LayerReport:

@@ -22,11 +22,13 @@ from torch.nn import functional
 
 from ...primitives.codebooks import CodebookSpec
 from ...primitives.qdtype import qdtype
-from ..custom_ops import note, opaque, recording
+from ...primitives.spec import QuantSpec
+from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear.lut_weight_only import lut_weight_mm
 from ..linear.scaled import INTEGERS
 from ..linear.vector_codebook import rotated_input
 from ..linear.weight_only import packed_weight_mm
+from ..ops.quantize import error_norms
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import variants, weight
@@ -34,7 +36,7 @@ from .code_values import FLOATS, TABLE, QuantizedScales, tensors_of_scales
 from .compiled_library import TYPES, Library, threads
 from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
-from .structs import NO_INPUT, Call, Output, Weight, pack, struct_of
+from .structs import NO_INPUT, Call, Input, Output, Weight, pack, struct_of
 from .variants import VARIANTS
 from .weight import CompiledWeight, fits, register_compiled
 
@@ -253,6 +255,31 @@ class Dequantized(NamedTuple):
         call = Call(x=NO_INPUT, y=output, variant=0, threads=threads())
         self.library.dequantize(pack(weight.part(self.fields, start, stop)) + pack(call))
         return out
+
+
+@implement("error_norms", "cpu")
+def _error_norms(floats: Tensor, quantized: Any) -> Tensor:
+    """See `error_norms`: a row at a time, while it is in the cache."""
+    scheme, of_weight = quantized.scheme, quantized.scheme.weight
+    is_table = type(of_weight) is CodebookSpec
+    problem = Problem("linear", scheme, floats.dtype, "cpu")
+    reason = _supports_table(problem) if is_table else supports(problem)
+    known = is_table or (type(of_weight) is QuantSpec and of_weight.dtype.name in (*INTEGERS, *FLOATS))
+    stored = None
+    if known and not reason and scheme.layout.name in ("plain", "packed") and scheme.dtype in TYPES:
+        (n, k), (packed, dtype, low, high, domain) = scheme.shape, weight.form(scheme)
+        third = quantized.table if is_table else quantized.dense_zero_point()
+        about = n, k, dtype, packed, domain, (low + high + 1) / 2
+        stored = CompiledWeight(quantized.qdata, quantized.dense_scale(), third, *about)
+    compiled = None if stored is None else stored.compiled
+    if stored is None or compiled is None:
+        note("error_norms.torch")
+        return portable(error_norms)(floats, quantized)
+    note(f"error_norms.{compiled.instruction_set}")
+    sums = empty((n, 2), torch.float64)
+    of_x, output = Input(address(floats), TYPES[floats.dtype], k, n), Output(address(sums), TYPES[scheme.dtype], 2, 0)
+    compiled.sum_squared_errors(pack(stored.fields) + pack(Call(of_x, output, 0, threads())))
+    return sums.sum(0).sqrt().float()
 
 
 def _add(y: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,9 +10,10 @@ import functools
 import torch
 from torch import Tensor
 
-from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, affine, qdtype
+from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, affine, qdtype, slices
 from ...primitives.layouts import can_pack_bits, pack_codes
 from ...primitives.rotated_spec import rotate_blocks, sylvester
+from ...primitives.sqnr import combined_norms, norms
 from ..cache_form import CacheForm, Parts
 from ..custom_ops import by_device, opaque
 from ..registry import QuantizedWeight
@@ -186,3 +187,26 @@ def quantize_weight(weight: Tensor, spec: QuantSpec) -> Quantized:
     unless the code dtype has a NaN."""
     scale, zero_point = spec.choose_qparams(weight)
     return spec.quantize(weight, scale, zero_point), scale, zero_point
+
+
+@by_device
+def error_norms(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
+    """(|w|, |w - dequantize(q)|), Euclidean norms of a weight (N, ...) and of what is lost of it, in slices of rows."""
+    spec, dtype = quantized.scheme.weight, quantized.scheme.dtype
+    codes, scale, other = quantized.plain()
+    block = spec.block_size(weight.shape)[0]
+    step = max(block, slices.slice_elements() * weight.shape[0] // max(weight.numel(), 1) // block * block)
+    # A look-up table that all blocks share is no tensor of rows.
+    shared = other is not None and other.dim() < codes.dim()
+
+    def rows(tensor: Tensor | None, start: int) -> Tensor | None:
+        if tensor is None or tensor.shape[0] == 1:
+            return tensor
+        return tensor[start // block : (start + step) // block]
+
+    found = []
+    for start in range(0, weight.shape[0], step):
+        of_slice = other if shared else rows(other, start)
+        part = spec.dequantize(codes[start : start + step], rows(scale, start), of_slice, dtype)
+        found.append(norms(weight[start : start + step], part))
+    return combined_norms(torch.stack(found))

@@ -16,6 +16,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, int8_linear, variants, weight_only
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
+from qtorch.kernels.ops.quantize import error_norms
 from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error
 from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.qdtype import qdtype
@@ -224,6 +225,19 @@ def test_dequantized_slices(build, name, dtype, monkeypatch):
             assert ran[-1] == f"cpu_weight_only_mm.{build}.float"
             # A product and a sum, rounded once or twice, before they are rounded to the dtype.
             torch.testing.assert_close(y.t(), wanted, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, SPECS))
+def test_norms_of_errors(build, name):
+    """In double, of numbers that are rounded to the dtype of the weight."""
+    for dtype in FLOATS:
+        for weight in weights(SPECS[name], dtype):
+            floats = torch.randn(weight.shape).to(dtype)
+            with record_kernels() as ran:
+                found = error_norms(floats, weight)
+            assert ran == [f"error_norms.{build}"]
+            x, y = floats.double(), weight.dequantize().double()
+            torch.testing.assert_close(found.double(), torch.stack([x.norm(), (x - y).norm()]), rtol=1e-7, atol=0)
 
 
 @pytest.mark.usefixtures("build")

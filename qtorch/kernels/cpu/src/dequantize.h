@@ -59,4 +59,30 @@ inline void dequantize(const Weight& w, const Output& y, int64_t threads) {
     parallel_for(w.n, threads, [&](int64_t n) { dequantize_row(w, n, y, n); });
 }
 
+// sums (n, 2): of the squares of each row of x (n, k), and of its differences from the weight, rounded to `type`.
+inline void sum_squared_errors(const Weight& w, const Input& x, int64_t type, double* sums, int64_t threads) {
+    parallel_for(w.n, threads, [&](int64_t n) {
+        static thread_local Scratch row_scratch, rounded_scratch;
+        int64_t ld = round_up(w.k, LANES);
+        float *row = row_scratch.get<float>(2 * ld), *made = row + ld;
+        x.part(n, 1).to_floats(w.k, row, ld, 1);
+        dequantize_row(w, n, {made, FLOAT32, w.k, nullptr}, 0);
+        if (type != FLOAT32) {
+            char* rounded = rounded_scratch.get<char>(w.k * size_of(type));
+            from_float(made, type, w.k, rounded);
+            to_float(rounded, type, w.k, made);
+        }
+        memset(made + w.k, 0, (ld - w.k) * sizeof *made);
+        double squares[LANES] = {}, errors[LANES] = {};
+        for (int64_t k = 0; k < ld; k += LANES)
+            for (int i = 0; i < LANES; i++) {
+                double value = row[k + i], error = value - made[k + i];
+                squares[i] += value * value;
+                errors[i] += error * error;
+            }
+        sums[2 * n] = sums[2 * n + 1] = 0;
+        for (int i = 0; i < LANES; i++) sums[2 * n] += squares[i], sums[2 * n + 1] += errors[i];
+    });
+}
+
 }  // namespace

@@ -282,6 +282,11 @@ EXPORT void qtorch_dequantize(const Call* call) {
     dequantize(call->weight, call->y, call->threads);
 }
 
+// y.data: double (n, 2); y.type: that of the weight in floating point.
+EXPORT void qtorch_sum_squared_errors(const Call* call) {
+    sum_squared_errors(call->weight, call->x, call->y.type, (double*)call->y.data, call->threads);
+}
+
 // Rows `ids` of the weight in floating point: y (count, k). Gives the first index of an id out of range, or -1.
 EXPORT int64_t qtorch_embed(const EmbedCall* call) {
     return embed(call->weight, call->ids, call->y, call->threads);
