@@ -268,9 +268,10 @@ def _error_norms(floats: Tensor, quantized: Any) -> Tensor:
     stored = None
     if known and not reason and scheme.layout.name in ("plain", "packed") and scheme.dtype in TYPES:
         (n, k), (packed, dtype, low, high, domain) = scheme.shape, weight.form(scheme)
-        third = quantized.table if is_table else quantized.dense_zero_point()
         about = n, k, dtype, packed, domain, (low + high + 1) / 2
-        stored = CompiledWeight(quantized.qdata, quantized.dense_scale(), third, *about)
+        # Held until the call: the struct has their addresses.
+        scale, third = quantized.dense_scale(), quantized.table if is_table else quantized.dense_zero_point()
+        stored = CompiledWeight(quantized.qdata, scale, third, *about)
     compiled = None if stored is None else stored.compiled
     if stored is None or compiled is None:
         note("error_norms.torch")

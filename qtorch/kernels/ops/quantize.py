@@ -207,6 +207,6 @@ def error_norms(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
     found = []
     for start in range(0, weight.shape[0], step):
         of_slice = other if shared else rows(other, start)
-        part = spec.dequantize(codes[start : start + step], rows(scale, start), of_slice, dtype)
+        part = spec.dequantize(codes[start : start + step], rows(scale, start), of_slice, dtype)  # type: ignore[arg-type]
         found.append(norms(weight[start : start + step], part))
     return combined_norms(torch.stack(found))
