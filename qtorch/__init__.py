@@ -70,42 +70,13 @@ integrations.watch_imports()
 __version__ = "0.1.0"
 
 __all__ = [
-    "AffineQuantizedTensor",
-    "BlockSparseLayout",
-    "CodebookSpec",
-    "LUTQuantizedTensor",
-    "LinearSpec",
-    "MappingType",
-    "PackedLayout",
-    "PerAxis",
-    "PerBlock",
-    "PerGroup",
-    "PerRow",
-    "PerTensor",
-    "PerToken",
-    "PlainLayout",
-    "QuantSpec",
-    "QuantizeReport",
-    "SemiSparseLayout",
-    "TensorCoreTiledLayout",
-    "ZeroPointDomain",
-    "compute_error",
-    "config",
-    "convert_checkpoint",
-    "dequantize_",
-    "explain",
-    "find_uses",
-    "fuse_convolutions",
-    "get_model_size_in_bytes",
-    "load_quantized",
-    "quantize_",
-    "quantize_checkpoint",
-    "recipes_for_vllm",
-    "register_weight_kind",
-    "save_gguf",
-    "save_quantized",
-    "tune_cpu",
-]
+    "AffineQuantizedTensor", "BlockSparseLayout", "CodebookSpec", "LUTQuantizedTensor", "LinearSpec", "MappingType",
+    "PackedLayout", "PerAxis", "PerBlock", "PerGroup", "PerRow", "PerTensor", "PerToken", "PlainLayout", "QuantSpec",
+    "QuantizeReport", "SemiSparseLayout", "TensorCoreTiledLayout", "ZeroPointDomain", "compute_error", "config",
+    "convert_checkpoint", "dequantize_", "explain", "find_uses", "fuse_convolutions", "get_model_size_in_bytes",
+    "load_quantized", "quantize_", "quantize_checkpoint", "recipes_for_vllm", "register_weight_kind", "save_gguf",
+    "save_quantized", "tune_cpu",
+]  # fmt: skip
 __all__ += recipes.__all__
 
 _ON_USE = {
@@ -139,7 +110,7 @@ _PLACES = {
         "scheduled_qat",
         "scheduled_training",
         "switchback_training",
-    ),
+    ),  # fmt: skip
 }
 _MOVED = {name: f"{place}.{name}" for place, names in _PLACES.items() for name in names} | {
     "allocation": "qtorch.calibration.allocation",

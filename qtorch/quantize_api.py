@@ -40,15 +40,7 @@ from .recipes.base import (
     sizes_only,
 )
 
-__all__ = [
-    "RECIPES",
-    "Recipe",
-    "WeightRecipe",
-    "check_float_weight",
-    "dequantize_",
-    "quantize_",
-    "register_recipe",
-]
+__all__ = ["RECIPES", "Recipe", "WeightRecipe", "check_float_weight", "dequantize_", "quantize_", "register_recipe"]
 
 CHUNK_BYTES = 1 << 30
 """Size of the new weights that `quantize_` holds in addition to the old ones before it installs them."""

@@ -166,20 +166,9 @@ def type_of_scheme(scheme: Scheme) -> type[QuantizedTensor]:
 
 
 AS_A_WHOLE = {
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-    aten.copy_.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.eq.Tensor,
-    aten.equal.default,
-    aten.is_pinned.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.zeros_like.default,
-    aten._pin_memory.default,
+    aten.alias.default, aten.as_strided.default, aten.clone.default, aten.constant_pad_nd.default, aten.copy_.default,
+    aten.detach.default, aten.empty_like.default, aten.eq.Tensor, aten.equal.default, aten.is_pinned.default,
+    aten.new_empty.default, aten.new_zeros.default, aten.zeros_like.default, aten._pin_memory.default,
     aten._to_copy.default,
-}
+}  # fmt: skip
 """Operators handled as for any quantized tensor."""

@@ -17,18 +17,7 @@ from .ops.stochastic_update import stochastic_update_bf16_, stochastic_update_in
 from .registry import FallbackError, deregister, lookup, register  # noqa: E402
 
 __all__ = [
-    "FallbackError",
-    "LaunchConfig",
-    "autotune",
-    "cpu_operators_library",
-    "deregister",
-    "int_matmul",
-    "int_scaled_matmul",
-    "lookup",
-    "quantize_int8_rowwise",
-    "record_kernels",
-    "register",
-    "stochastic_update_bf16_",
-    "stochastic_update_int8_",
-    "tune_cpu",
-]
+    "FallbackError", "LaunchConfig", "autotune", "cpu_operators_library", "deregister", "int_matmul",
+    "int_scaled_matmul", "lookup", "quantize_int8_rowwise", "record_kernels", "register", "stochastic_update_bf16_",
+    "stochastic_update_int8_", "tune_cpu",
+]  # fmt: skip

@@ -5,14 +5,6 @@ from .in_order import BlockLearner, BlockRun, InOrder, of_weight
 from .progress import Progress, Resumable, fingerprint, fingerprint_of_data, fingerprint_of_weights
 
 __all__ = [
-    "BlockLearner",
-    "BlockRun",
-    "InOrder",
-    "Progress",
-    "Resumable",
-    "estimate",
-    "fingerprint",
-    "fingerprint_of_data",
-    "fingerprint_of_weights",
-    "of_weight",
+    "BlockLearner", "BlockRun", "InOrder", "Progress", "Resumable", "estimate", "fingerprint", "fingerprint_of_data",
+    "fingerprint_of_weights", "of_weight",
 ]  # fmt: skip

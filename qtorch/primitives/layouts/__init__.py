@@ -13,13 +13,6 @@ from .tensor_core_tiled import TensorCoreTiledLayout  # noqa: E402
 from .vector_codebook import VectorCodebookLayout  # noqa: E402
 
 __all__ = [
-    "LAYOUTS",
-    "BlockSparseLayout",
-    "Layout",
-    "PackedLayout",
-    "PlainLayout",
-    "SemiSparseLayout",
-    "TensorCoreTiledLayout",
-    "VectorCodebookLayout",
-    "register_layout",
-]
+    "LAYOUTS", "BlockSparseLayout", "Layout", "PackedLayout", "PlainLayout", "SemiSparseLayout",
+    "TensorCoreTiledLayout", "VectorCodebookLayout", "register_layout",
+]  # fmt: skip
