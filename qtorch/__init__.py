@@ -21,14 +21,9 @@ gc.disable()
 try:
     from . import integrations, primitives, recipes  # noqa: F401 (public modules)
     from .dtypes import (
-        AffineQuantizedTensor,
-        BlockSparseLayout,
-        LUTQuantizedTensor,
-        PackedLayout,
-        PlainLayout,
-        SemiSparseLayout,
+        AffineQuantizedTensor, BlockSparseLayout, LUTQuantizedTensor, PackedLayout, PlainLayout, SemiSparseLayout,
         TensorCoreTiledLayout,
-    )
+    )  # fmt: skip
     from .kernels import tune_cpu
     from .kernels.config import config
     from .model.explain import explain
@@ -36,19 +31,9 @@ try:
     from .model.report import QuantizeReport
     from .model.weight_kinds import register_weight_kind
     from .primitives import (
-        CodebookSpec,
-        LinearSpec,
-        MappingType,
-        PerAxis,
-        PerBlock,
-        PerGroup,
-        PerRow,
-        PerTensor,
-        PerToken,
-        QuantSpec,
-        ZeroPointDomain,
-        compute_error,
-    )
+        CodebookSpec, LinearSpec, MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken, QuantSpec,
+        ZeroPointDomain, compute_error,
+    )  # fmt: skip
     from .primitives.discovery import no_attribute
     from .quantize_api import dequantize_, quantize_
     from .recipes import *  # noqa: F403
@@ -93,25 +78,12 @@ _ON_USE = {
 _PLACES = {
     "qtorch.calibration": ("allocate", "calibrated", "importance_weighted"),
     "qtorch.training": (
-        "binary_training",
-        "bitnet_training",
-        "convert",
-        "float8_training",
-        "int4_training",
-        "int4_weight_only_quantized_training",
-        "int8_mixed_precision_training",
-        "int8_tilewise_training",
-        "int8_weight_only_quantized_training",
-        "lora_qat",
-        "lsq",
-        "mixed_precision_training",
-        "mxfp8_training",
-        "qat",
-        "scheduled_qat",
-        "scheduled_training",
-        "switchback_training",
-    ),  # fmt: skip
-}
+        "binary_training", "bitnet_training", "convert", "float8_training", "int4_training",
+        "int4_weight_only_quantized_training", "int8_mixed_precision_training", "int8_tilewise_training",
+        "int8_weight_only_quantized_training", "lora_qat", "lsq", "mixed_precision_training", "mxfp8_training", "qat",
+        "scheduled_qat", "scheduled_training", "switchback_training",
+    ),
+}  # fmt: skip
 _MOVED = {name: f"{place}.{name}" for place, names in _PLACES.items() for name in names} | {
     "allocation": "qtorch.calibration.allocation",
     "calibrate_cpu": "qtorch.tune_cpu",

@@ -29,16 +29,8 @@ from .model.targets import Filter, Reach, Refused, Target, find_targets, named_e
 from .primitives.discovery import import_later, no_attribute
 from .primitives.granularity import IndivisibleError
 from .primitives.tracing import outside_graphs
-from .recipes.base import (
-    FOREIGN,
-    RECIPES,
-    Recipe,
-    WeightRecipe,
-    check_float_weight,
-    check_has_values,
-    register_recipe,
-    sizes_only,
-)
+from .recipes import base
+from .recipes.base import RECIPES, Recipe, WeightRecipe, check_float_weight, check_has_values, register_recipe
 
 __all__ = ["RECIPES", "Recipe", "WeightRecipe", "check_float_weight", "dequantize_", "quantize_", "register_recipe"]
 
@@ -135,7 +127,7 @@ def quantize_(
     found: list[Target[Any]] = find_targets(model, recipe, filter_fn, targets)
 
     def check(recipe: Recipe, target: Target[Recipe]) -> None:
-        with sizes_only(dry_run and recipe.data is None):
+        with base.sizes_only(dry_run and recipe.data is None):
             recipe.check_target(target)
             if device is not None:
                 check_has_values(target.parameter, recipe)
@@ -250,7 +242,7 @@ def check_are_recipes(function: str, recipe: Any) -> None:
             except ValueError as error:
                 raise ValueError(f"{function}: {error}") from error
             continue
-        describe = FOREIGN.get(type(given).__module__.partition(".")[0])
+        describe = base.FOREIGN.get(type(given).__module__.partition(".")[0])
         if describe is not None:
             raise TypeError(f"{function}: takes a recipe of qtorch, got {describe(given)}")
         got = " ".join(f"{given!r:.200}".split())

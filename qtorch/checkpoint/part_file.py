@@ -23,18 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 from torch import Tensor
 
 from ..primitives.files import read_json
-from .tensor_file import (
-    ALIGNMENT,
-    DTYPES,
-    LENGTH_BYTES,
-    NAMES,
-    TensorFile,
-    check_name,
-    checksum,
-    data_of,
-    header_of,
-    nbytes_of,
-)
+from . import tensor_file
+from .tensor_file import ALIGNMENT, DTYPES, LENGTH_BYTES, NAMES, check_name, checksum, data_of, header_of, nbytes_of
 
 JOURNAL = "journal.json"
 
@@ -233,7 +223,7 @@ class PartFile:
     def _verify(self, place: Path) -> None:
         """Raise `ValueError` unless the tensors are there."""
         if self.is_finished:
-            finished = TensorFile(place)
+            finished = tensor_file.TensorFile(place)
             try:
                 described = {tensor.name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in self.written}
                 whole = described == {name: (of.dtype, of.shape) for name, of in finished.stored.items()} and all(

@@ -7,21 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .arguments import (
-    METHODS,
-    Command,
-    UsageError,
-    add_path,
-    add_recipe,
-    add_target,
-    check_tokenizer,
-    format_of,
-    in_words,
-    positive,
-    read_tokenizer,
-    show,
-    shows_progress,
-)
+from . import arguments as shared
+from .arguments import METHODS, Command, UsageError, format_of, in_words, positive, show, shows_progress
 
 QUANTIZE = """Quantize a checkpoint.
 
@@ -45,8 +32,8 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("src", type=Path, metavar="SRC")
     add("dst", type=Path, nargs="?", metavar="DST", help="not needed with --dry-run")
-    add_recipe(parser, required=True)
-    add_target(parser)
+    shared.add_recipe(parser, required=True)
+    shared.add_target(parser)
     calibration = parser.add_argument_group("calibration").add_argument
     calibration("--calibrate", type=Path, metavar="FILE|FOLDER", help="a text file, or a folder of them")
     calibration("--method", choices=METHODS, default="auto", help="default auto; gptq takes less time")
@@ -63,7 +50,7 @@ def _check_quantize(arguments: argparse.Namespace) -> None:
     if arguments.calibrate is not None:
         if not (arguments.src / "config.json").is_file():
             raise UsageError(f"--calibrate: {arguments.src} is no folder of transformers with a config.json")
-        check_tokenizer(arguments.src, "--calibrate")
+        shared.check_tokenizer(arguments.src, "--calibrate")
         if not arguments.calibrate.exists():
             raise UsageError(f"--calibrate: {arguments.calibrate}: no such file or folder")
 
@@ -96,7 +83,7 @@ def _calibrated(arguments: argparse.Namespace, recipe: Any) -> Any:
     from ..calibration.data import read_texts, token_batches
     from ..calibration.methods import with_data
 
-    tokenizer = read_tokenizer(arguments.src, "--calibrate")
+    tokenizer = shared.read_tokenizer(arguments.src, "--calibrate")
     try:
         texts = read_texts(arguments.calibrate)
         batches = token_batches(texts, tokenizer, length=arguments.calibrate_length, tokens=arguments.calibrate_tokens)
@@ -116,7 +103,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("src", type=Path, metavar="SRC")
     add("dst", type=Path, metavar="DST")
-    add_target(parser)
+    shared.add_target(parser)
     add(
         "--type",
         action="append",
@@ -191,6 +178,6 @@ def _row(name: str, contents: Any) -> dict[str, Any]:
 
 COMMANDS = (
     Command("quantize", QUANTIZE, _add_quantize, _quantize, _check_quantize),
-    Command("inspect", INSPECT, add_path, _inspect),
+    Command("inspect", INSPECT, shared.add_path, _inspect),
     Command("convert", CONVERT, _add_convert, _convert),
 )

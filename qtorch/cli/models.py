@@ -7,17 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .arguments import (
-    Command,
-    UsageError,
-    add_computation,
-    add_path,
-    add_recipe,
-    check_tokenizer,
-    positive,
-    read_tokenizer,
-    show,
-)
+from . import arguments as shared
+from .arguments import Command, UsageError, positive, show
 
 EVAL = """Measure the perplexity of a language model on a text file.
 
@@ -41,7 +32,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
     model: Any
     path, folder = arguments.path, _folder(arguments)
-    tokenizer = read_tokenizer(folder, "eval")
+    tokenizer = shared.read_tokenizer(folder, "eval")
     config = model_config(folder)
     dtype = getattr(torch, arguments.dtype or "", None)
     if path.is_dir() and not (config.get("quantization_config") or config.get("compression_config")):
@@ -88,15 +79,15 @@ def _run_tasks(model: Any, tokenizer: Any, tasks: list[str], limit: int | None) 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_path(parser)
+    shared.add_path(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", type=Path, metavar="FILE", help="a text file")
     what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas")
-    add_recipe(parser, required=False)
+    shared.add_recipe(parser, required=False)
     add("--model", type=Path, metavar="FOLDER", help="with config.json and tokenizer; default the path")
     add("--length", type=int, default=512, metavar="N", help="tokens of a piece; default 512")
     add("--limit", type=positive, metavar="N", help="tokens of the text, or samples of a task")
-    add_computation(parser, "the model; by default that of its configuration")
+    shared.add_computation(parser, "the model; by default that of its configuration")
 
 
 def _check_eval(arguments: argparse.Namespace) -> None:
@@ -107,7 +98,7 @@ def _check_eval(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--length must be at least 2, got {arguments.length}")
     if not (_folder(arguments) / "config.json").is_file():
         raise UsageError(f"{_folder(arguments)}: no config.json; name the folder that has it by --model")
-    check_tokenizer(_folder(arguments), "eval")
+    shared.check_tokenizer(_folder(arguments), "eval")
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
@@ -138,16 +129,16 @@ PATH is quantized, in any format that `qtorch inspect` reads, and --reference na
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_path(parser)
+    shared.add_path(parser)
     add("--reference", type=Path, metavar="FOLDER", help="the float model; with --recipe it is PATH")
     add("--text", type=Path, metavar="FILE|FOLDER", required=True, help="a text file, or a folder")
-    add_recipe(parser, required=False)
+    shared.add_recipe(parser, required=False)
     add("--shares", action="store_true", help="the share of each module in the divergence; takes time")
     add("--save", type=Path, metavar="FOLDER", help="write JSON, and a picture if matplotlib is there")
     add("--model", type=Path, metavar="FOLDER", help="with config.json and tokenizer; default the path")
     add("--length", type=positive, default=256, metavar="N", help="tokens of a piece; default 256")
     add("--limit", type=positive, default=4096, metavar="N", help="tokens that are used; default 4096")
-    add_computation(parser, "the models; by default that of their configurations")
+    shared.add_computation(parser, "the models; by default that of their configurations")
 
 
 def _check_compare(arguments: argparse.Namespace) -> None:

@@ -6,21 +6,11 @@ check_version("torch")  # first of all: what follows needs it
 
 from .affine import MappingType, ZeroPointDomain, dequantize_affine, quantize_affine
 from .codebooks import (
-    NF4_TABLE,
-    CodebookSpec,
-    PowerSpec,
-    dequantize_codebook,
-    kmeans_codebook,
-    power_table,
-    quantize_codebook,
-)
+    NF4_TABLE, CodebookSpec, PowerSpec, dequantize_codebook, kmeans_codebook, power_table, quantize_codebook,
+)  # fmt: skip
 from .fake_quant import (
-    fake_quantize_affine,
-    fake_quantize_affine_cachemask,
-    learned_step_fake_quantize,
-    lsq_grad_scale,
-    lsq_scale,
-)
+    fake_quantize_affine, fake_quantize_affine_cachemask, learned_step_fake_quantize, lsq_grad_scale, lsq_scale,
+)  # fmt: skip
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from .jsonable import from_json, to_json
 from .pruning import is_2_4, mask_2_4, mask_blocks, prune_2_4, prune_blocks
@@ -29,17 +19,9 @@ from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
 from .rotated_spec import RotatedSpec
 from .rounding import Noise, Rounding, round_to_integer
 from .scale_rules import (
-    AbsMaxRule,
-    AbsMeanRule,
-    FixedRangeRule,
-    HQQRule,
-    LSQRule,
-    MinMaxRule,
-    MSERule,
-    PercentileRule,
-    PowerMeanRule,
+    AbsMaxRule, AbsMeanRule, FixedRangeRule, HQQRule, LSQRule, MinMaxRule, MSERule, PercentileRule, PowerMeanRule,
     ScaleRule,
-)
+)  # fmt: skip
 from .spec import LinearSpec, QuantSpec, Scheme, mx_spec, nvfp4_spec  # noqa: F401 (for the rooms above)
 from .sqnr import compute_error
 

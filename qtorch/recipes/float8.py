@@ -7,18 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ..dtypes import Layout, PackedLayout
-from ..primitives import (
-    Granularity,
-    LinearSpec,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-    ZeroPointDomain,
-    qdtype,
-)
+from ..primitives import Granularity, LinearSpec, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from ..primitives.floatx import FloatFormat
+from ..primitives.qdtype import qdtype
 from .base import WeightRecipe, register_recipe
 
 

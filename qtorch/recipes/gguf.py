@@ -28,18 +28,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..primitives import (
-    CodebookSpec,
-    LinearSpec,
-    MappingType,
-    MinMaxRule,
-    PerGroup,
-    QuantSpec,
-    ScaleRule,
-    ZeroPointDomain,
-)
+from ..primitives import CodebookSpec, LinearSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain
 from ..primitives.layouts.plain import smallest_layout
 from ..primitives.qdtype import qdtype
+from ..primitives.scale_rules import MinMaxRule, ScaleRule
 from .base import WeightRecipe, register_recipe
 
 BLOCK = 32

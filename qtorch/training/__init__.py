@@ -8,16 +8,9 @@ quantize_(model, convert())
 from .conversion import Convert as convert
 from .distillation import Distillation, DistillationMixin, Teacher, distill, distillation_loss
 from .engine.functional import (
-    quantized_conv1d,
-    quantized_conv2d,
-    quantized_conv3d,
-    quantized_conv_transpose1d,
-    quantized_conv_transpose2d,
-    quantized_conv_transpose3d,
-    quantized_einsum,
-    quantized_grouped_mm,
-    quantized_matmul,
-)
+    quantized_conv1d, quantized_conv2d, quantized_conv3d, quantized_conv_transpose1d, quantized_conv_transpose2d,
+    quantized_conv_transpose3d, quantized_einsum, quantized_grouped_mm, quantized_matmul,
+)  # fmt: skip
 from .engine.gemm_spec import GemmSpec, TrainingSpec
 from .engine.numerics import fully_quantized, fully_quantized_float8, integer
 from .injection.injection import Injection, inject

@@ -19,15 +19,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ...dtypes import QuantizedTensor
+from ...model import report as reports
 from ...model.misfit import OnMisfit
-from ...model.report import (
-    QUANTIZED_BEFORE,
-    LayerReport,
-    QuantizeReport,
-    quantized_row,
-    skipped_row,
-    warn_of_few_tokens,
-)
+from ...model.report import LayerReport, QuantizeReport, quantized_row, skipped_row, warn_of_few_tokens
 from ...model.targets import Reach, named_errors
 from ...primitives.files import naming
 from ...quantize_api import check_are_recipes
@@ -121,7 +115,7 @@ def quantize_checkpoint(
             if isinstance(tensor, QuantizedTensor):
                 size = contents[name].nbytes
                 shape = tuple(tensor.shape)
-                return tensor, LayerReport(name, shape, "skipped", QUANTIZED_BEFORE, size, size)
+                return tensor, LayerReport(name, shape, "skipped", reports.QUANTIZED_BEFORE, size, size)
             if target is None:
                 return tensor, None
             if target.recipe is None:

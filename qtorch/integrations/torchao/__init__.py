@@ -15,40 +15,17 @@ import types
 from torch import nn
 
 from ...dtypes import (
-    AffineQuantizedTensor,
-    PlainLayout,
-    SemiSparseLayout,
-    TensorCoreTiledLayout,
-    UintxTensor,
-    linear_nf4,
-    to_affine_quantized_floatx,
-    to_affine_quantized_floatx_static,
-    to_affine_quantized_fpx,
-    to_affine_quantized_intx,
-    to_affine_quantized_intx_static,
-    to_linear_activation_quantized,
-    to_nf4,
-    to_uintx,
-)
+    AffineQuantizedTensor, PlainLayout, SemiSparseLayout, TensorCoreTiledLayout, UintxTensor, linear_nf4,
+    to_affine_quantized_floatx, to_affine_quantized_floatx_static, to_affine_quantized_fpx, to_affine_quantized_intx,
+    to_affine_quantized_intx_static, to_linear_activation_quantized, to_nf4, to_uintx,
+)  # fmt: skip
 from ...kernels import int_matmul as safe_int_mm
 from ...kernels import int_scaled_matmul
 from ...model.module_repr import get_model_size_in_bytes
 from ...primitives import (
-    MappingType,
-    PerAxis,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-    ZeroPointDomain,
-    choose_qparams_affine,
-    choose_qparams_affine_with_min_max,
-    compute_error,
-    dequantize_affine,
-    fake_quantize_affine,
-    quantize_affine,
-)
+    MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken, ZeroPointDomain, choose_qparams_affine,
+    choose_qparams_affine_with_min_max, compute_error, dequantize_affine, fake_quantize_affine, quantize_affine,
+)  # fmt: skip
 from ...training import precompute_bitnet_scale_for_fsdp
 from .configs import *
 from .functions import *

@@ -20,15 +20,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...calibration.data import are_texts, on_device, token_batches
 from ...calibration.methods import Method, with_data
 from ...checkpoint import header, tensor_file
-from ...checkpoint.formats.transformers_folder import (
-    QUANT_METHOD,
-    VERSION,
-    Index,
-    Names,
-    cast,
-    quantization_config,
-    read_recipe,
-)
+from ...checkpoint.formats import transformers_folder
+from ...checkpoint.formats.transformers_folder import QUANT_METHOD, VERSION, Index, quantization_config, read_recipe
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor, serialize
 from ...kernels.registry import choose
 from ...model.explain import problem_of
@@ -79,7 +72,7 @@ class QtorchConfig(QuantizationConfigMixin):
         calibration: Iterable[Any] | None = None,
         calibration_method: Method = "auto",
         calibration_length: int = 512,
-        names: Names = "model",
+        names: transformers_folder.Names = "model",
         model_dtype: str | None = None,
         base_model: str | None = None,
         training: Sequence[Any] = (),
@@ -298,7 +291,7 @@ class StoredWeights:
         tensor = serialize.from_canonical(entry, by_key.__getitem__)
         # Weights of another dtype than the saved model had keep theirs.
         if self.config.model_dtype in (None, str(tensor.dtype).removeprefix("torch.")):
-            tensor = cast(tensor, self.dtype)
+            tensor = transformers_folder.cast(tensor, self.dtype)
         trains = name in self.config.trained() and isinstance(tensor, AffineQuantizedTensor)
         return CodesWeight(tensor.inner_tensors, tensor.scheme) if trains else tensor
 

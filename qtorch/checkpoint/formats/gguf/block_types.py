@@ -35,18 +35,8 @@ from ....dtypes import QuantizedTensor
 from ....dtypes.base import quantized_type
 from ....primitives import CodebookSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
 from ....primitives.spec import Scheme
-from ....recipes.gguf import (
-    IQ4_TABLE,
-    GgufIQ4_NL,
-    GgufQ2_K,
-    GgufQ3_K,
-    GgufQ4_K,
-    GgufQ5_K,
-    GgufQ6_K,
-    K,
-    scaled_codes,
-    with_offset,
-)
+from ....recipes import gguf
+from ....recipes.gguf import K, scaled_codes, with_offset
 from ..blocks import weight_only
 
 
@@ -214,7 +204,7 @@ class BlockType:
 _HALF, _POWER = torch.float16, torch.float8_e8m0fnu
 
 
-_IQ4_XS = CodebookSpec(qdtype("uint4"), PerGroup(32), IQ4_TABLE, scale_spec=scaled_codes("int6", K // 32))
+_IQ4_XS = CodebookSpec(qdtype("uint4"), PerGroup(32), gguf.IQ4_TABLE, scale_spec=scaled_codes("int6", K // 32))
 _TERNARY = QuantSpec(qdtype("uint2"), PerGroup(K), MappingType.ASYMMETRIC, scale_dtype=_HALF)
 
 _D, _M, _OF_SCALES, _OF_MINS = (Field(2, part) for part in ("scale", "zero_point", "scale_scale", "zero_point_scale"))
@@ -234,17 +224,17 @@ TYPES = {
     7: BlockType("Q5_1", 32, (_D, _M, _HIGH_BIT, _CODES_4), with_offset("uint5", 32)),
     8: BlockType("Q8_0", 32, (_D, Field(32, "codes", 8, 32)), scaled_codes("int8", 32), {"codes": 0}),
     9: BlockType("Q8_1", 32, 40),
-    10: BlockType("Q2_K", K, (Field(16, "scale zero_point", 4, 16), _K_2, *_OF_K), GgufQ2_K.of_type),
-    11: BlockType("Q3_K", K, _Q3_K, GgufQ3_K.of_type, {"codes": 4, "scale": 32}),
-    12: BlockType("Q4_K", K, (*_OF_K, _MINS, _K_4), GgufQ4_K.of_type),
-    13: BlockType("Q5_K", K, (*_OF_K, _MINS, Field(K // 8, "codes", 1, 32, 4), _K_4), GgufQ5_K.of_type),
-    14: BlockType("Q6_K", K, _Q6_K, GgufQ6_K.of_type, {"codes": 32, "scale": 0}),
+    10: BlockType("Q2_K", K, (Field(16, "scale zero_point", 4, 16), _K_2, *_OF_K), gguf.GgufQ2_K.of_type),
+    11: BlockType("Q3_K", K, _Q3_K, gguf.GgufQ3_K.of_type, {"codes": 4, "scale": 32}),
+    12: BlockType("Q4_K", K, (*_OF_K, _MINS, _K_4), gguf.GgufQ4_K.of_type),
+    13: BlockType("Q5_K", K, (*_OF_K, _MINS, Field(K // 8, "codes", 1, 32, 4), _K_4), gguf.GgufQ5_K.of_type),
+    14: BlockType("Q6_K", K, _Q6_K, gguf.GgufQ6_K.of_type, {"codes": 32, "scale": 0}),
     15: BlockType("Q8_K", K, 292),
     16: BlockType("IQ2_XXS", K, 66),
     17: BlockType("IQ2_XS", K, 74),
     18: BlockType("IQ3_XXS", K, 98),
     19: BlockType("IQ1_S", K, 50),
-    20: BlockType("IQ4_NL", 32, (_D, _CODES_4), GgufIQ4_NL().linear_spec().weight),
+    20: BlockType("IQ4_NL", 32, (_D, _CODES_4), gguf.GgufIQ4_NL().linear_spec().weight),
     21: BlockType("IQ3_S", K, 110),
     22: BlockType("IQ2_S", K, 82),
     23: BlockType("IQ4_XS", K, _XS, _IQ4_XS, {"scale": 32}),
