@@ -38,7 +38,7 @@ from .sparse import Float8DynamicActivationFloat8SemiSparseWeight as float8_dyna
 from .sparse import Int8DynamicActivationInt8SemiSparseWeight as int8_dynamic_activation_int8_semi_sparse_weight
 from .static import Float8StaticActivationFloat8Weight as float8_static_activation_float8_weight
 from .static import Int8StaticActivationInt8Weight as int8_static_activation_int8_weight
-from .vector_codebook import VectorCodebookWeightOnly as vector_codebook_weight_only
+from .codebook import VectorCodebookWeightOnly as vector_codebook_weight_only
 
 __all__ = [
     "block_sparse", "float8_dynamic_activation_float8_semi_sparse_weight", "float8_dynamic_activation_float8_weight",

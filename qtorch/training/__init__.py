@@ -40,8 +40,8 @@ from .recipes.int8 import Int8MixedPrecisionTraining as int8_mixed_precision_tra
 from .recipes.int8 import Int8MixedPrecisionTrainingConfig
 from .recipes.int8 import Int8TilewiseTraining as int8_tilewise_training
 from .recipes.int8 import SwitchbackTraining as switchback_training
-from .recipes.int8_quantized import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
-from .recipes.int8_quantized import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
+from .recipes.int8 import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
+from .recipes.int8 import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
 from .recipes.scheduled import ScheduledTraining as scheduled_training
 from .rollouts import batch_invariant, sync_codes
 from .weights.base import TrainingWeight

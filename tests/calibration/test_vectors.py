@@ -9,8 +9,8 @@ from torch import nn
 import qtorch
 from qtorch.calibration import auto, calibrated, gptq
 from qtorch.calibration.rounding import Descent, Gptq, Grid, Nearest, ScaleRefit
+from qtorch.calibration.rounding.gptq import order_of_vectors
 from qtorch.calibration.rounding.grid import damped, factor, loss
-from qtorch.calibration.rounding.vectors import order_of
 from qtorch.primitives import PerGroup, PerRow
 from qtorch.primitives.vector_codebook import ENTRIES, VectorSpec, codebook_arguments, pack_vectors
 
@@ -92,7 +92,7 @@ def test_descent_finds_what_no_single_vector_improves():
 
 
 def test_order_keeps_vectors_whole():
-    order = order_of(torch.diag(torch.rand(32)), True).view(-1, 4)
+    order = order_of_vectors(torch.diag(torch.rand(32)), True).view(-1, 4)
     assert torch.equal(order, order[:, :1] // 4 * 4 + torch.arange(4))
     assert sorted(order.flatten().tolist()) == list(range(32))
     assert factor(torch.eye(8), 0.0)[1] == 0.0

@@ -1,8 +1,9 @@
-"""Weight-only linear on CUDA, by Triton: integer weights of 1 to 8 bits, plain or packed.
+"""Weight-only linear on CUDA, by Triton: integer weights of 1 to 8 bits, plain or packed, and vectors in bytes.
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-Codes are read as the layout stores them; `triton/intx_weight_mm.py` has the variants of the computation.
+Codes are read as the layout stores them; `triton/intx_weight_mm.py` and `triton/vector_codebook_mm.py` have the variants
+of the computation.
 """
 
 import functools
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import custom_ops, features
+from ..linear import vector_codebook
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, from_rows, needs_clear_width, needs_floats, needs_matrix, needs_rows, register, to_rows
 
@@ -66,4 +68,32 @@ def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only integer scheme."""
     fused = bias if bias is not None and bias.dtype == x.dtype else None
     y = cuda_weight_mm(to_rows(x), *weight_arguments(weight), fused)
+    return from_rows(y, x, None if fused is not None else bias)
+
+
+@custom_ops.opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))
+def cuda_vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int, bias: Tensor | None) -> Tensor:
+    """`vector_codebook_mm` of linear/vector_codebook.py, plus bias (N), in the dtype of x, or None."""
+    from .triton.vector_codebook_mm import vector_codebook_mm
+
+    return vector_codebook_mm(vector_codebook.rotated_input(x, rotation), codes, scale, bias)
+
+
+def _supports_vectors(problem: Problem) -> str | None:
+    return features.cuda_lacks("triton") or vector_codebook.supports(problem) or needs_floats(problem)
+
+
+@register(
+    "linear",
+    layout=vector_codebook.LAYOUT,
+    activation=(),
+    device="cuda",
+    priority=30,
+    supports=_supports_vectors,
+    rotated=True,
+    name="cuda_vector_codebook_mm",
+)
+def cuda_vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    fused = bias if bias is not None and bias.dtype == x.dtype else None
+    y = cuda_vector_codebook_mm(to_rows(x), weight.qdata, weight.scale, vector_codebook.rotation_of(weight), fused)
     return from_rows(y, x, None if fused is not None else bias)
