@@ -105,9 +105,7 @@ def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
     add = parser.add_argument
     either = parser.add_mutually_exclusive_group(required=required).add_argument
     either("--recipe", metavar="NAME", help="a recipe for all linear layers: int4_weight_only, int8_weight_only(), ...")
-    either(
-        "--config", type=Path, metavar="FILE", help='JSON with a recipe for each name: {"lm_head": null, ".*": "..."}'
-    )
+    either("--config", type=Path, metavar="FILE", help='JSON, a recipe for each name: {"lm_head": null, ".*": "..."}')
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the recipe: group_size=32")
     add(
         "--targets",

@@ -55,9 +55,7 @@ def _in_slices(function: Callable[..., Tensor], input: Tensor, others: tuple[Ten
     result = None
     for start in range(0, length, step):
         size = min(step, length - start)
-        parts = [
-            other if other is None or other.shape[axis] == 1 else other.narrow(axis, start, size) for other in others
-        ]
+        parts = [o if o is None or o.shape[axis] == 1 else o.narrow(axis, start, size) for o in others]
         made = _in_slices(function, input.narrow(axis, start, size), tuple(parts), axes)
         if result is None:
             result = made.new_empty([*made.shape[:axis], length, *made.shape[axis + 1 :]])

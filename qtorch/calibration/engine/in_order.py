@@ -241,9 +241,7 @@ class InOrder(Generic[M]):
                 if stage.once and key[0] != first:
                     continue
                 if key not in found:
-                    found[key] = {
-                        kind: kind() if kind.per_expert else common.setdefault((key[0], kind), kind()) for kind in kinds
-                    }
+                    found[key] = {k: k() if k.per_expert else common.setdefault((key[0], k), k()) for k in kinds}
                     every |= {id(statistic): statistic for statistic in found[key].values()}
                 others = paired(seen.all_tokens.get(key, []), pair.all_tokens.get(key, []))
                 for statistic in found[key].values():

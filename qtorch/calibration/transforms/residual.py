@@ -249,9 +249,7 @@ READERS: dict[str, Handler] = {
     **dict.fromkeys(SCALED, _read_scaled),
     "aten.pow.Tensor_Scalar": _read_power,
     "aten.square.default": _read_power,
-    "aten.linalg_vector_norm.default": lambda s, node: (
-        node.args[1:2] in ((), (2,), (2.0,)) and _is_last(node.args[2:3], node)
-    ),
+    "aten.linalg_vector_norm.default": lambda s, n: n.args[1:2] in ((), (2,), (2.0,)) and _is_last(n.args[2:3], n),
     "aten.rms_norm.default": _read_norm,
     **dict.fromkeys(SAME | MOVES, lambda s, node: node.args[0] in s.rotated and _keeps_vectors(node) and s._pass(node)),
     # x.type_as(y) does not read the values of y.

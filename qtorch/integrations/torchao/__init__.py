@@ -42,6 +42,4 @@ def unwrap_tensor_subclass(model: nn.Module, filter_fn: object = None) -> nn.Mod
     return model
 
 
-__all__ = [
-    name for name, value in globals().items() if not (name.startswith("_") or isinstance(value, types.ModuleType))
-]
+__all__ = [name for name, this in globals().items() if not (name.startswith("_") or isinstance(this, types.ModuleType))]

@@ -87,9 +87,7 @@ def _check_columns(columns: Tensor, n: int, k: int) -> None:
         )
     lowest, highest = torch.aminmax(columns)
     if int(lowest) < 0 or int(highest) >= k // size:
-        raise ValueError(
-            f"a weight of shape {(n, k)} has {k // size} columns of blocks, got {int(lowest)} to {int(highest)}"
-        )
+        raise ValueError(f"a weight {(n, k)} has {k // size} columns of blocks, got {int(lowest)} to {int(highest)}")
 
 
 def _quantized(x: Tensor, quantized: Any) -> Quantized:

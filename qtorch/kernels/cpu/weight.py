@@ -204,9 +204,7 @@ def _check(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: i
     if zero_point is not None and zero_point.shape != scale.shape:
         raise ValueError(f"a zero point has the shape of the scale, {tuple(scale.shape)}, got {zero_point.shape}")
     if not (codes.is_cpu and scale.is_cpu and (zero_point is None or zero_point.is_cpu)):
-        raise ValueError(
-            f"the tensors of a weight of shape {(n, k)} must be on the CPU, got {codes.device}, {scale.device}"
-        )
+        raise ValueError(f"tensors of a weight {(n, k)} must be on the CPU, got {codes.device}, {scale.device}")
     if not (is_backed(codes) and is_backed(scale) and (zero_point is None or is_backed(zero_point))):
         raise ValueError(f"a weight of shape {(n, k)} has tensors whose memory was given back by a resized storage")
 

@@ -42,10 +42,7 @@ def float8_scaled_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torc
     # Pad K and N to multiples of 16 with zeros; the weight has to be column-major.
     inner, columns = -k % 16, -n % 16
     if inner or columns:
-        xq, wq = (
-            pad(codes.view(torch.uint8), (0, inner, 0, rows)).view(codes.dtype)
-            for codes, rows in ((xq, 0), (wq, columns))
-        )
+        xq, wq = (pad(q.view(torch.uint8), (0, inner, 0, rows)).view(q.dtype) for q, rows in ((xq, 0), (wq, columns)))
         ws = ws if ws.shape[0] == 1 else pad(ws, (0, 0, 0, columns), value=1.0)
     xq, wt = xq.contiguous(), wq.contiguous().t()
     by_rows = xs.numel() > 1 or ws.numel() > 1

@@ -2,7 +2,7 @@
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
-Codes are read as the layout stores them; `triton/intx_weight_mm.py` and `triton/vector_codebook_mm.py` have the variants
+Codes are read as the layout stores them; `intx_weight_mm.py` and `vector_codebook_mm.py` in `triton/` have the variants
 of the computation.
 """
 
@@ -93,7 +93,7 @@ def _supports_vectors(problem: Problem) -> str | None:
     rotated=True,
     name="cuda_vector_codebook_mm",
 )
-def cuda_vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+def _vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     fused = bias if bias is not None and bias.dtype == x.dtype else None
     y = cuda_vector_codebook_mm(to_rows(x), weight.qdata, weight.scale, vector_codebook.rotation_of(weight), fused)
     return from_rows(y, x, None if fused is not None else bias)

@@ -21,9 +21,7 @@ from ..spec import QuantSpec, Scheme
 # checks what comes from a pickle, a checkpoint or a caller, and each call of `F.linear`, `F.embedding` or a
 # convolution, so that no kernel reads past tensors that were changed in the meantime.
 
-FLOATS = frozenset(
-    dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point
-)
+FLOATS = frozenset(kind for kind in vars(torch).values() if isinstance(kind, torch.dtype) and kind.is_floating_point)
 """Dtypes allowed for scales, tables and zero points in floating point."""
 
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})

@@ -56,9 +56,7 @@ class QATSpec:
         # Made once: it is read on each call, and by compilers that trace it.
         object.__setattr__(self, "_linear_spec", self.recipe.linear_spec())
         if getattr(self.linear_spec.weight, "rotation", 0):
-            raise ValueError(
-                f"qat: {self.recipe} rotates blocks, which is not trained; leave rotated=True out, or take another"
-            )
+            raise ValueError(f"qat: {self.recipe} rotates blocks, which is not trained; leave rotated=True out")
 
     @property
     def linear_spec(self) -> LinearSpec:

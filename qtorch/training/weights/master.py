@@ -158,9 +158,7 @@ class MasterWeight(TrainingWeight):
         rows, columns = linear.weight.granularity.pattern(2)
         spec = replace(linear, weight=linear.weight.with_granularity(granularity.granularity_of((1, rows, columns))))
         one = [of_codes(m.values, m.scale, m.zero_point, linear, self.dtype).plain() for m in matrices]  # type: ignore[arg-type]
-        codes, scale, zero_point = (
-            None if parts[0] is None else torch.stack(parts) for parts in zip(*one, strict=True)
-        )
+        codes, scale, zero_point = (None if of[0] is None else torch.stack(of) for of in zip(*one, strict=True))
         assert codes is not None
         assert scale is not None
         return AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, self.dtype)
@@ -207,9 +205,8 @@ class MasterWeight(TrainingWeight):
             kwargs = {name: value for name, value in kwargs.items() if name != "dtype"}  # a move alone
         keeps = func in KEEPS_TYPE and weight is not None and kwargs.get("dtype") is None
         whole = keeps or func._schema.is_mutable
-        plain_args, plain_kwargs = tree_map_only(
-            cls, lambda w: w.master if whole else w.master.to(w.dtype), (args, kwargs)
-        )
+        floats = lambda w: w.master if whole else w.master.to(w.dtype)  # noqa: E731
+        plain_args, plain_kwargs = tree_map_only(cls, floats, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
             _count_writes(func, plain_args, plain_kwargs)

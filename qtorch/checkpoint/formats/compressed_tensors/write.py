@@ -172,9 +172,7 @@ class CompressedTensorsFormat(SaveFormat):
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
-            "config_groups": {
-                f"group_{index}": group.to_json(targets) for index, (group, targets) in enumerate(groups)
-            },
+            "config_groups": {f"group_{i}": group.to_json(targets) for i, (group, targets) in enumerate(groups)},
             "ignore": ignored([*self.floats, _HEAD] if is_tied else self.floats),
         }
 
