@@ -79,7 +79,8 @@ def triton_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Quantized:
         codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
         return codes, scale, None
     if x.dtype in registry.FLOATS and spec.stored_scale_dtype(x.dtype) is torch.float32 and _has_float8_tiles(spec):
-        return *cuda_quantize_tilewise(x, *spec.granularity.pattern(2), spec.dtype.storage), None
+        rows, columns = spec.granularity.pattern(2)
+        return *cuda_quantize_tilewise(x, rows, columns, spec.dtype.storage), None
     if x.dtype in registry.FLOATS and x.shape[1] <= LONGEST_ROW and _is_int8_asymmetric(spec):
         return cuda_quantize_asymmetric(x)
     return portable(quantize_dynamic)(x, spec)
