@@ -55,9 +55,9 @@ class Muon8bit(LowBitAdam):
         adjust_lr_fn: str | None = None,
         **of_adam: Any,
     ) -> None:
-        of_adam = {"use_muon": True, "momentum": momentum, "nesterov": nesterov, **of_adam}
-        of_adam |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(params, lr, eps=eps, weight_decay=weight_decay, **of_adam)
+        values = (True, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn)
+        of_group: dict[str, Any] = dict(zip(self.of_group, values, strict=True))
+        super().__init__(params, lr, eps=eps, weight_decay=weight_decay, **of_group, **of_adam)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which may have arguments of its own.

@@ -12,9 +12,8 @@ from ...recipes.float8 import Float8DynamicActivationFloat8Weight
 from ..engine import gemm_spec
 from .base import TrainingRecipe
 
-_WORDS: dict[str, Granularity] = {
-    "rowwise": PerRow(), "tensorwise": PerTensor(), "blockwise": PerBlock((128, 128))
-}  # fmt: skip
+_WORDS: dict[str, Granularity]
+_WORDS = {"rowwise": PerRow(), "tensorwise": PerTensor(), "blockwise": PerBlock((128, 128))}
 
 
 @register_recipe("float8_training")
@@ -41,7 +40,8 @@ class Float8Training(TrainingRecipe):
     def __post_init__(self) -> None:
         if isinstance(self.granularity, str):
             object.__setattr__(self, "granularity", _WORDS.get(self.granularity, self.granularity))
-        if not (isinstance(self.granularity, PerRow | PerTensor) or _is_square(self.granularity)):
+        sizes = self.granularity.sizes if isinstance(self.granularity, PerBlock) else ()
+        if not isinstance(self.granularity, PerRow | PerTensor) and (len(sizes) != 2 or len(set(sizes)) > 1):
             raise ValueError(
                 f"{self.name}: granularity is 'rowwise', 'tensorwise', 'blockwise' or PerBlock of a square, got "
                 f"{self.granularity!r}"
@@ -58,10 +58,6 @@ class Float8Training(TrainingRecipe):
         grad_input = gemm_spec.GemmSpec(gradient, None if blocks else weight, reuse_forward=blocks)
         grad_weight = gemm_spec.GemmSpec(gradient, activation) if self.grad_weight else gemm_spec.GemmSpec()
         return gemm_spec.TrainingSpec(gemm_spec.GemmSpec(activation, weight), grad_input, grad_weight)
-
-
-def _is_square(granularity: Granularity) -> bool:
-    return isinstance(granularity, PerBlock) and len(granularity.sizes) == 2 and len(set(granularity.sizes)) == 1
 
 
 @register_recipe("mxfp8_training")
