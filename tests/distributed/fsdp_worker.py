@@ -22,6 +22,7 @@ from tests.attack import training_recipes
 from tests.distributed.processes import worker
 from tests.movement.across import sharded_like_whole
 from tests.movement.kinds import BY_NAME
+from tests.training.small_model import muon
 
 
 def build(recipe: Any, rows: int, seed: int = 0) -> nn.Sequential:
@@ -224,7 +225,23 @@ def check_codes_of_masters() -> None:
             assert len(sent) == 6
 
 
+def check_muon() -> None:
+    """The update of a shard is a part of that of the whole matrix, also where shards are uneven."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(64, 97), nn.GELU(), nn.Linear(97, 80))
+    models = shard(copy.deepcopy(whole)), whole
+    optimizers = [muon(model.parameters(), lr=1e-2) for model in models]
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(models[0].parameters(), whole.parameters(), strict=True))
+
+
 CHECKS = [
+    check_muon,
     check_codes_of_masters,
     check_recipes_of_training,
     check_empty_shards,

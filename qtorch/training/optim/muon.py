@@ -26,7 +26,7 @@ from .moment_form import first_element, like, local_of, zeros
 
 class Muon8bit(LowBitAdam):
     """Muon with momentum in codes, for matrices; other parameters, and embeddings and heads, go in groups with
-    ``"use_muon": False``, which `AdamW8bit` updates, with `betas`.
+    ``"use_muon": False``, which are updated as by `AdamW8bit`, with the group's `betas`, `eps` and `weight_decay`.
 
     Under FSDP2 momentum is sharded as its parameter; each update of a matrix is gathered in bf16, and every process
     computes all of its Newton-Schulz steps: the numbers of one process.

@@ -79,7 +79,7 @@ class SentCodes(NamedTuple):
         if out is None:
             scale = self.tensors[1].clone() if self.scale_is_shared else parts[1]
             codes = {"qdata": parts[0][: self.scheme.shape[0]], "scale": scale}
-            return GatheredWeight(codes, self.scheme), tuple(parts)
+            return GatheredWeight(codes, self.scheme), tuple(parts)  # type: ignore[arg-type]
         if self.scale_is_shared:  # what was sent is in the memory of `out` already
             held = getattr(out, "_local_tensor", out).scale
             with torch.autograd._unsafe_preserve_version_counter((held,)):
@@ -91,8 +91,8 @@ def codes_to_send(
     master: Tensor, training: Any, dtype: torch.dtype, mesh: Any, size: torch.Size, module: Any
 ) -> SentCodes | None:
     """The codes of the shard `master` of a weight of `size`, or None where it has to be sent as floats: of another
-    recipe, of another layer than `nn.Linear` on one device, or in shards that cut blocks of rows or whose scales are of
-    several sizes."""
+    recipe, of a layer that is no `nn.Linear` or is cut by tensor parallelism, in shards that cut blocks of rows, or in
+    uneven shards with scales of rows."""
     spec = one_weight(training) if isinstance(training, TrainingSpec) else None
     if spec is None or not isinstance(module, nn.Linear) or "forward" in vars(module) or len(size) != 2:
         return None
