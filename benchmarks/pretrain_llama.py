@@ -34,6 +34,7 @@ from torch import Tensor, nn
 import qtorch
 from benchmarks.common import RESULTS
 from benchmarks.ranks import Ranks
+from qtorch import PerBlock
 from qtorch.recipes.base import Recipe
 from qtorch.training import (
     AdamW4bit,
@@ -81,6 +82,7 @@ RECIPES: dict[str, Recipe | None] = {
     "int8_tilewise": int8_tilewise_training(),
     "float8_rowwise": float8_training("rowwise"),
     "float8_tensorwise": float8_training("tensorwise"),
+    "float8_blockwise": float8_training(PerBlock((64, 64))),  # 64 divides the sizes of the models, 128 does not
     "mxfp8": mxfp8_training(),
     "nvfp4": nvfp4_training(),
     "mxfp4": mxfp4_training(),

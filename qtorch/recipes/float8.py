@@ -59,7 +59,7 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
     Args:
         granularity: `PerRow()`, a scale per output channel and per token; `PerTensor()`, one of each;
             `PerBlock((128, 128))`, one per block of the weight and per 128 elements of a token (DeepSeek-V3,
-            arXiv 2412.19437, section 3.3.2), which engines of vLLM serve and qtorch emulates.
+            arXiv 2412.19437, section 3.3.2), which vLLM serves too; on a CPU all are emulated.
         activation_dtype, weight_dtype: float8 dtypes of torch.
         scale_dtype: dtype of the scales of the weight; None is fp32. See `int8_weight_only`.
 

@@ -17,6 +17,7 @@ from .injection.injection import Injection, inject
 from .injection.mode import CallSite
 from .optim.adam import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, AdamWFp8
 from .optim.cpu_offload import CPUOffloadOptimizer
+from .optim.muon import Muon8bit
 from .optim.qgalore import QGaLoreAdamW8bit
 from .quantization_aware.fold_batch_norm import fold_batch_norm
 from .quantization_aware.layers import calibrate
@@ -51,7 +52,7 @@ from .weights.master import MasterWeight
 __all__ = [
     "Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "CPUOffloadOptimizer", "CallSite",
     "CodesWeight", "Distillation", "DistillationMixin", "GemmSpec", "Injection", "Int8MixedPrecisionTrainingConfig",
-    "MasterWeight", "QGaLoreAdamW8bit", "QuantizationSchedule", "Teacher", "TrainingSpec", "TrainingWeight",
+    "MasterWeight", "Muon8bit", "QGaLoreAdamW8bit", "QuantizationSchedule", "Teacher", "TrainingSpec", "TrainingWeight",
     "advance_with", "batch_invariant", "binary_training", "bitnet_training", "calibrate", "clip_penalty", "convert",
     "distill", "distillation_loss", "float8_training", "fold_batch_norm", "fully_quantized", "fully_quantized_float8",
     "inject", "int4_training", "int4_weight_only_quantized_training", "int8_mixed_precision_training",

@@ -202,7 +202,7 @@ def prepared(recipe: object, data: bool = False) -> nn.Sequential:
 
 def training_recipes() -> Iterator[tuple[str, object, bool]]:
     """Name, recipe, and whether its scales start from data."""
-    for name in of_training.NAMES:
+    for name in [*of_training.NAMES, "float8_training by blocks"]:
         yield name, of_training.make(name), name == "lsq"
     yield "float8_training, tensorwise", RECIPES["float8_training"]("tensorwise"), False
     yield "int8 tensors", RECIPES["mixed_precision_training"](fully_quantized(granularity=PerTensor())), False

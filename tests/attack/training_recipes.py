@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qtorch import int8_dynamic_activation_int4_weight, int8_weight_only
+from qtorch import PerBlock, int8_dynamic_activation_int4_weight, int8_weight_only
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
 from tests.every_recipe import is_of_users
@@ -24,6 +24,7 @@ NAMES += sorted(name for name, cls in RECIPES.items() if is_of_users(cls) and no
 
 # Beside the defaults.
 VARIANTS: dict[str, Recipe] = {
+    "float8_training by blocks": RECIPES["float8_training"](PerBlock((32, 32))),
     "qat of int8_weight_only": RECIPES["qat"](int8_weight_only()),
     "lsq of int8_weight_only": RECIPES["lsq"](recipe=int8_weight_only()),
 }

@@ -1,6 +1,7 @@
 """One rank of `test_two_processes`: sharded models give what the same models give in one process."""
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import qtorch
-from qtorch import AffineQuantizedTensor, PerBlock, QuantSpec, int8_weight_only, nf4_weight_only, quantize_
+from qtorch import AffineQuantizedTensor, PerBlock, QuantSpec, int8_weight_only, nf4_weight_only, quantize_, training
 from qtorch.primitives import qdtype
-from qtorch.training import convert
+from qtorch.training import MasterWeight, convert
 from tests import every_recipe
 from tests.attack import training_recipes
 from tests.distributed.processes import worker
 from tests.movement.across import sharded_like_whole
 from tests.movement.kinds import BY_NAME
+from tests.training.small_model import muon
 
 
 def build(recipe: Any, rows: int, seed: int = 0) -> nn.Sequential:
@@ -162,7 +164,85 @@ def check_recipes_of_training() -> None:
         assert not torch.equal(model(x[rank]), y), name
 
 
+BLOCKS = PerBlock((32, 32))
+INT4 = training.int4_training(edge_bits=None)
+# recipe: bytes that a rank sends of a weight of 128 x 64 elements, of 64 rows each, and of 97 x 64, of 49 rows
+SENT = {
+    training.switchback_training(): (64 * 64, 49 * 64),
+    training.float8_training("tensorwise"): (64 * 64, 49 * 64),
+    training.mixed_precision_training(training.fully_quantized(granularity=qtorch.PerTensor())): (64 * 64, 49 * 64),
+    training.float8_training(BLOCKS): (64 * 64 + 2 * 2 * 4, None),
+    training.int8_tilewise_training(): (64 * 64 + 2 * 2 * 4, None),
+    training.mxfp4_training(stochastic_rounding=False, hadamard=False): (64 * 64 + 2 * 2, None),
+    INT4: (64 * 64 + 64 * 4, 4 * 49 * 64),
+    training.int8_mixed_precision_training(): (4 * 64 * 64, 4 * 49 * 64),
+    training.float8_training("rowwise"): (4 * 64 * 64, 4 * 49 * 64),
+}
+
+
+def check_codes_of_masters() -> None:
+    """Weights in floating point of which codes are gathered: every number is that of one process, step after step."""
+    pre = MasterWeight.fsdp_pre_all_gather
+    for recipe, sizes in SENT.items():
+        for rows, size in zip((128, 97), sizes, strict=True):
+            if size is None:
+                continue
+            sent: list[int] = []
+
+            @functools.wraps(pre)
+            def counted(*args: Any, sent: list[int] = sent) -> Any:
+                tensors, metadata = pre(*args)
+                sent.append(sum(tensor.nbytes for tensor in tensors))
+                return tensors, metadata
+
+            torch.manual_seed(0)
+            whole = nn.Sequential(nn.Linear(64, rows), nn.GELU(), nn.Linear(rows, 64))
+            quantize_(whole, {"0": recipe})
+            model = copy.deepcopy(whole)
+            for layer in (model[0], model[2]):
+                fully_shard(layer)
+            fully_shard(model)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, whole)]
+            for step in range(3):
+                x = torch.randn(300, 64, generator=torch.Generator().manual_seed(step))
+                leaves = x.clone().requires_grad_(), x.clone().requires_grad_()
+                MasterWeight.fsdp_pre_all_gather = counted  # type: ignore[assignment, method-assign]
+                y = model(leaves[0])
+                y.square().mean().backward()
+                MasterWeight.fsdp_pre_all_gather = pre  # type: ignore[method-assign]
+                wanted = whole(leaves[1])
+                wanted.square().mean().backward()
+                assert torch.equal(y, wanted), (recipe, rows, step)
+                assert torch.equal(leaves[0].grad, leaves[1].grad), (recipe, rows, step)
+                for got, one in zip(model.parameters(), whole.parameters(), strict=True):
+                    assert torch.equal(got.grad.full_tensor(), one.grad), (recipe, rows, step)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with torch.no_grad():
+                    assert torch.equal(model(x), whole(x)), (recipe, rows, step)
+            assert set(sent) == {size}, (recipe, rows, sent)
+            assert len(sent) == 6
+
+
+def check_muon() -> None:
+    """The update of a shard is a part of that of the whole matrix, also where shards are uneven."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(64, 97), nn.GELU(), nn.Linear(97, 80))
+    models = shard(copy.deepcopy(whole)), whole
+    optimizers = [muon(model.parameters(), lr=1e-2) for model in models]
+    for step in range(3):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(models[0].parameters(), whole.parameters(), strict=True))
+
+
 CHECKS = [
+    check_muon,
+    check_codes_of_masters,
     check_recipes_of_training,
     check_empty_shards,
     check_what_is_sent,

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from qtorch.dtypes.blocked_tensor import BlockedTensor
 from tests.distributed.processes import worker
-from tests.training.small_model import ALL, train
+from tests.training.small_model import ALL, muon, train
 
 CUT, STEPS = 3, 6
 
-NAMES = [name for name in ALL if "W" in name]
+OPTIMIZERS = {name: cls for name, cls in ALL.items() if "W" in name} | {"muon": muon}
 
 
 def make(name: str, shard: bool) -> tuple[nn.Module, Any]:
@@ -34,7 +34,7 @@ def make(name: str, shard: bool) -> tuple[nn.Module, Any]:
     model = nn.Sequential(nn.Linear(64, 97), nn.GELU(), nn.Linear(97, 64), Scale(64, 66)).bfloat16()
     if shard:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, ALL[name](model.parameters(), lr=1e-2, bf16_stochastic_round=True)
+    return model, OPTIMIZERS[name](model.parameters(), lr=1e-2, bf16_stochastic_round=True)
 
 
 class Scale(nn.Module):
@@ -87,7 +87,7 @@ def run(action: str, name: str, folder: Path) -> None:
     if action == "start":
         train(model, optimizer, range(CUT))
         if name != "_AdamW":
-            held = optimizer.state[model[0].weight]["exp_avg"]
+            held = optimizer.state[model[0].weight]["momentum_buffer" if name == "muon" else "exp_avg"]
             assert isinstance(held, DTensor)
             assert isinstance(held.to_local(), BlockedTensor)
         save(model, optimizer, folder / "two")
@@ -112,7 +112,7 @@ def run(action: str, name: str, folder: Path) -> None:
 
 
 def main(action: str, folder: str) -> None:
-    for name in NAMES:
+    for name in OPTIMIZERS:
         (Path(folder) / name).mkdir(exist_ok=True)
         run(action, name, Path(folder) / name)
     dist.barrier()

@@ -40,6 +40,7 @@ CASES: dict[str, Any] = {
     "bitnet": training.bitnet_training(),
     "float8 rowwise": training.float8_training(),
     "float8 tensorwise": training.float8_training(PerTensor()),
+    "float8 blocks": training.float8_training(PerBlock((32, 32))),
     "mxfp8": training.mxfp8_training(),
     "mxfp4": training.mxfp4_training(stochastic_rounding=False, hadamard=False),
     "qat int8": qat(int8_dynamic_activation_int8_weight()),

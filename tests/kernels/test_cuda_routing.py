@@ -36,6 +36,7 @@ RECIPES = {
     qtorch.int8_dynamic_activation_int4_weight(): ("cuda_int8_mm", ASYMMETRIC_ROWS),
     qtorch.float8_dynamic_activation_float8_weight(): ("float8_scaled_mm", ROWWISE),
     qtorch.float8_dynamic_activation_float8_weight(qtorch.PerTensor()): ("float8_scaled_mm", None),
+    qtorch.float8_dynamic_activation_float8_weight(PerBlock((64, 64))): ("tile_scaled_mm", ["cuda_quantize_tilewise"]),
     qtorch.float8_weight_only(): ("weight_only_mm", None),
     qtorch.nf4_weight_only(): ("lut_weight_mm", None),
     qtorch.vector_codebook_weight_only(): ("cuda_vector_codebook_mm", []),
@@ -121,6 +122,9 @@ def test_features_reasons_and_refusals(monkeypatch, without):
     assert "float8_e5m2 by float8_e5m2" in reason("float8_scaled_mm", LinearSpec(e5m2, e5m2))
     grouped = replace(e5m2, dtype="float8_e4m3fn", granularity=PerGroup(32))
     assert "whole rows or tensors" in reason("float8_scaled_mm", LinearSpec(grouped, e5m2))
+    e4m3 = replace(e5m2, dtype="float8_e4m3fn")
+    assert "blocks of one size" in reason("tile_scaled_mm", LinearSpec(e4m3, grouped))
+    assert "in fp32" in reason("tile_scaled_mm", LinearSpec(grouped, grouped))
     features._cuda_lacks.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))

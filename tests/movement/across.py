@@ -27,6 +27,7 @@ from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.tensor_parallel import ColwiseParallel, RowwiseParallel
 from qtorch.training import MasterWeight
+from qtorch.training.weights.gathered import GatheredWeight
 from tests.distributed.processes import worker
 from tests.movement.holding import as_bytes, equal, parts, same_bits, same_module, same_tensor, snapshot, state
 from tests.movement.kinds import KINDS, LAYOUT, Kind
@@ -161,8 +162,10 @@ def _is_gathered(model: Model, weight: Tensor, kind: Kind) -> None:
     assert isinstance(model.inner, FSDPModule)
     model.inner.unshard()
     got, wanted = model.weight.detach(), weight.detach()
-    if kind.name == "bitnet_training":  # ternary codes are gathered, with the mean over all shards
-        equal(_floats(got), _floats(wanted.convert()), "what is gathered", 1e-6)  # type: ignore[attr-defined]
+    codes = isinstance(got, GatheredWeight)
+    if codes or kind.name == "bitnet_training":  # whose scale is a mean over all shards
+        converted = wanted.convert()  # type: ignore[attr-defined]
+        equal(_floats(got), _floats(converted), "what is gathered", 0.0 if codes else 1e-6)
     elif not _is_exact(kind, wanted):
         assert type(got) is type(wanted)
         equal(_floats(got), _floats(wanted), "what is gathered")

@@ -211,7 +211,7 @@ def _kinds() -> list[Kind]:
     found.append(Kind("int8 inputs, a convolution", FORM, _conv(dynamic), images, (16, 13)))
     for name in [*training_recipes.NAMES, *training_recipes.VARIANTS]:
         recipe = training_recipes.make(name)
-        squares = ("int8_tilewise_training", "mxfp4_training", "nvfp4_training")
+        squares = ("int8_tilewise_training", "mxfp4_training", "nvfp4_training", "float8_training by blocks")
         rows = (64, 96) if name in squares else (64, 97)  # blocks of 16 or 32 rows
         found.append(Kind(name, TRAINING, linear(recipe), rows_of, rows, recipe))
     for name, recipe in (

@@ -45,6 +45,7 @@ NOTES = """\
 - `half` and `param_dtype` change the dtype of results, and round weights that train in floats; codes stay.
 - `save_quantized` writes weights that train in codes as the weights that serve.
 - FSDP2 gathers the weights of `bitnet_training` as ternary codes, whose scale is the mean over all shards.
+- FSDP2 gathers codes of weights that train in floats, too, where all of their products take the same codes.
 - With `param_dtype`, layers that learn ranges (LSQ, schedules, adapters) compute as `layer.bfloat16()`: they hold
   plain parameters.
 - `pin_memory` needs an accelerator; without one the tests count copies as pinned.

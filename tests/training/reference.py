@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qtorch import QuantSpec, training
+from qtorch import PerBlock, QuantSpec, training
 from qtorch.recipes.base import RECIPES as REGISTERED
 from qtorch.training import GemmSpec, Int8MixedPrecisionTrainingConfig, TrainingSpec, int8_mixed_precision_training
 from qtorch.training.recipes.base import TrainingRecipe
@@ -19,6 +19,7 @@ RECIPES = {
     "tilewise": training.int8_tilewise_training(),
     "float8 rowwise": training.float8_training("rowwise"),
     "float8 tensorwise": training.float8_training("tensorwise"),
+    "float8 blocks": training.float8_training(PerBlock((32, 32))),
     "mxfp8": training.mxfp8_training(),
     "nvfp4": training.nvfp4_training(stochastic_rounding=False, hadamard=False),
     "mxfp4": training.mxfp4_training(stochastic_rounding=False, hadamard=False),

@@ -1,5 +1,6 @@
 """Small models, and how tests train them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,13 @@ QUANTIZED = {
     name: getattr(optim, name) for name in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
 }
 ALL = {**QUANTIZED, "_AdamW": optim._AdamW}
+
+
+def muon(parameters: Iterable[nn.Parameter], **arguments: Any) -> torch.optim.Optimizer:
+    """Muon for matrices, AdamW8bit for the rest."""
+    parameters = list(parameters)
+    matrices, others = ([p for p in parameters if (p.dim() == 2) == kind] for kind in (True, False))
+    return optim.Muon8bit([{"params": matrices}, {"params": others, "use_muon": False}], **arguments)
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qtorch import PerGroup, PerTensor, compute_error, int8_static_activation_int8_weight, quantize_, training
+from qtorch import PerBlock, PerGroup, PerTensor, compute_error, int8_static_activation_int8_weight, quantize_, training
 from qtorch.kernels import record_kernels
 from qtorch.recipes.base import Recipe
 from qtorch.training import lsq, mixed_precision_training, qat, scheduled_qat
@@ -34,6 +34,7 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4, with noise": training.nvfp4_training(),
     "mxfp4, with noise": training.mxfp4_training(),
     "float8 tensorwise": training.float8_training("tensorwise"),
+    "float8 blocks": training.float8_training(PerBlock((32, 32))),
     "groups": GROUPS,
     **{f"qat of {name}": qat(every_recipe.make(name, 32)) for name in every_recipe.OF_QAT},
     "lsq of a convolution": lsq(),

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import AffineQuantizedTensor, MappingType, PackedLayout, PerRow, compute_error, quantize_, training
+from qtorch import (
+    AffineQuantizedTensor,
+    MappingType,
+    PackedLayout,
+    PerBlock,
+    PerRow,
+    compute_error,
+    quantize_,
+    training,
+)
 from qtorch.kernels import record_kernels
 from qtorch.primitives import LSQRule, PerGroup, Rounding
 from qtorch.recipes.base import Recipe
@@ -19,6 +28,7 @@ from tests.training.small_model import fit, mlp
 
 W4A8 = TrainingSpec(GemmSpec(int8(), qtorch.QuantSpec("int4", PerGroup(32), quant_min=-7)))
 
+BLOCKS = PerBlock((32, 32))
 # recipe: (kernel that serves, dtype of the weight's codes, bits of a code)
 SERVED = {
     training.int8_mixed_precision_training(): ("int8_scaled_mm", "int8", 8),
@@ -29,6 +39,7 @@ SERVED = {
     mixed_precision_training(training.fully_quantized(granularity=PerGroup(16))): ("int8_block_mm", "int8", 8),
     training.float8_training(): ("emulated_scaled_mm", "float8_e4m3fn", 8),
     training.float8_training("tensorwise"): ("emulated_scaled_mm", "float8_e4m3fn", 8),
+    training.float8_training(BLOCKS): ("emulated_scaled_mm", "float8_e4m3fn", 8),
     training.mxfp8_training(): ("emulated_scaled_mm", "float8_e4m3fn", 8),
     training.nvfp4_training(): ("emulated_scaled_mm", "float4_e2m1", 4),
     training.mxfp4_training(): ("emulated_scaled_mm", "float4_e2m1", 4),
@@ -166,6 +177,7 @@ def test_the_weight_is_that_of_the_inference_recipe() -> None:
     for trains, serves in (
         (training.int8_mixed_precision_training(), DYNAMIC()),
         (training.int8_weight_only_quantized_training(), qtorch.int8_weight_only()),
+        (training.float8_training(BLOCKS), qtorch.float8_dynamic_activation_float8_weight(BLOCKS)),
         (training.nvfp4_training(), qtorch.nvfp4_dynamic_activation_nvfp4_weight()),
         (training.mxfp4_training(), qtorch.mxfp4_dynamic_activation_mxfp4_weight()),
     ):

@@ -11,7 +11,16 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import qtorch
-from qtorch import AffineQuantizedTensor, PerGroup, PerTensor, compute_error, int4_weight_only, quantize_, training
+from qtorch import (
+    AffineQuantizedTensor,
+    PerBlock,
+    PerGroup,
+    PerTensor,
+    compute_error,
+    int4_weight_only,
+    quantize_,
+    training,
+)
 from qtorch.calibration import min_max
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
@@ -41,6 +50,7 @@ ALL = [
     training.int4_weight_only_quantized_training(),
     training.nvfp4_training(),
     training.mxfp4_training(),
+    float8_training(PerBlock((32, 32))),
 ]
 KNOWN = {recipe.name for recipe in ALL}
 ALL += [cls() for cls in REGISTERED.values() if issubclass(cls, TrainingRecipe) and is_of_users(cls)]
@@ -156,6 +166,7 @@ def test_count_of_int8_matmuls(config: Int8MixedPrecisionTrainingConfig, forward
     (training.switchback_training(), {"int_matmul": 1}, {"int_matmul": 1}),
     (training.int8_tilewise_training(), {"int8_block_mm": 1}, {"int8_block_mm": 2}),
     (float8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
+    (float8_training(PerBlock((32, 32))), {"tile_scaled_mm": 1}, {"tile_scaled_mm": 2}),
     (training.mxfp8_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
     (training.nvfp4_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
     (training.mxfp4_training(), {"weight_only_mm": 1}, {"weight_only_mm": 2}),
@@ -249,7 +260,8 @@ def test_errors_leave_the_model_as_it_was() -> None:
     refuses("0: block_size", lambda: quantize_(made, training.mxfp8_training()))
     with pytest.raises(ValueError, match=r"0: takes float32, .* weights, this one is torch\.float64"):
         quantize_(nn.Sequential(nn.Linear(4, 4, dtype=torch.float64)), training.bitnet_training())
-    refuses("granularity is 'rowwise' or 'tensorwise', got 'blockwise'", lambda: float8_training("blockwise"))
+    refuses("granularity is 'rowwise', .* or PerBlock of a square, got 'by block'", lambda: float8_training("by block"))
+    refuses(r"PerBlock of a square, got PerBlock\(sizes=\(1, 128\)\)", lambda: float8_training(PerBlock((1, 128))))
     assert made[0].weight is before
     trained = model(int8_mixed_precision_training())
     refuses("0: is already quantized: MasterWeight", lambda: quantize_(trained, float8_training()))

@@ -1,8 +1,9 @@
-"""Linear with float8 activations and weights on CUDA, by the tensor cores' float8 products (`torch._scaled_mm`).
+"""Linear with float8 activations and weights on CUDA, by the tensor cores' float8 products.
 
     y[m, n] = (sum_k xq[m, k] * wq[n, k]) * xs[m] * ws[n] + bias[n]
 
-Scales per token and output channel, or one of each. The sum has the precision of the hardware's float8 accumulator.
+Scales per token and output channel, or one of each, through `torch._scaled_mm`; scales of blocks through Triton
+(`block_mm.tile_scaled_mm` has the equation). Sums have the precision of the hardware's float8 accumulator.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import custom_ops, features
+from ..ops.block_mm import tile_scaled_mm
 from ..ops.quantize import quantize_input
 from ..registry import Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
 
@@ -86,3 +88,34 @@ def float8_scaled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None
     wq, ws, _ = weight.plain()
     xq, xs, _ = quantize_input(to_rows(x), weight)
     return from_rows(float8_scaled_mm(xq, xs, wq, ws, x.dtype), x, bias)
+
+
+def _supports_tiles(problem: Problem) -> str | None:
+    scheme = problem.scheme
+    if reason := features.cuda_lacks("float8") or features.cuda_lacks("triton") or needs_matrix(problem):
+        return reason
+    weight, activation = scheme.weight, scheme.activation
+    assert activation is not None
+    block = activation.granularity.pattern(2)[1]
+    if block < 2 or scheme.shape[1] % block or weight.block_size(scheme.shape)[1] != block:
+        return f"takes blocks of one size that divide a row, got {weight.granularity} and {activation.granularity}"
+    if scheme.spec.static or activation.scale_dtype is not torch.float32 or weight.scale_spec is not None:
+        return "takes scales of activations in fp32, computed on each call, and plain ones of weights"
+    return "takes symmetric codes" if weight.has_zero_point or activation.has_zero_point else None
+
+
+@register(
+    "linear",
+    layout="plain",
+    weight=FLOAT8[:1],
+    activation=FLOAT8[:1],
+    device="cuda",
+    priority=30,
+    supports=_supports_tiles,
+    name="tile_scaled_mm",
+)
+def float8_tile_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Linear: quantize the activation in blocks of a row, then `tile_scaled_mm`."""
+    wq, ws, _ = weight.plain()
+    xq, xs, _ = quantize_input(to_rows(x), weight)
+    return from_rows(tile_scaled_mm(xq, wq, xs, ws.float(), x.dtype), x, bias)

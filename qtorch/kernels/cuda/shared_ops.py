@@ -1,10 +1,12 @@
 """The operations that several kernels share, on CUDA: by Triton, and some by torch where Triton is missing."""
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...primitives import MappingType, QuantSpec, ZeroPointDomain, qdtype
+from ...primitives import MappingType, PerRow, QuantSpec, ZeroPointDomain, qdtype
 from ...primitives.granularity import FlatBlocks
 from .. import features, registry
 from ..custom_ops import implement, note, opaque, portable
@@ -19,6 +21,9 @@ _HAS_TRITON = features.cuda_lacks("triton") is None
 LONGEST_ROW = 16384
 """Of the asymmetric kernel, which holds a row in registers."""
 
+LARGEST_TILE = 16384
+"""Elements of a tile, which the kernel of tiles holds in registers."""
+
 
 @opaque(lambda x, dtype: (x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], 1, dtype=torch.float32)))
 def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -31,6 +36,19 @@ def cuda_quantize_rowwise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
         return quantize_columnwise(x.t(), dtype)
     codes, scale, _ = quantize_rowwise(x, dtype)
     return codes, scale
+
+
+def _fake_tilewise(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(x.shape[0] // rows, x.shape[1] // columns, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scale
+
+
+@opaque(_fake_tilewise)
+def cuda_quantize_tilewise(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes (M, K) and scale (M / rows, K / columns); see `triton/quantize.py`."""
+    from .triton.quantize import quantize_tilewise
+
+    return quantize_tilewise(x, (rows, columns), dtype)
 
 
 def _fake_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,6 +78,9 @@ def triton_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Quantized:
     if x.dtype in registry.FLOATS and _is_float8_rowwise(spec):
         codes, scale = cuda_quantize_rowwise(x, spec.dtype.storage)
         return codes, scale, None
+    if x.dtype in registry.FLOATS and spec.stored_scale_dtype(x.dtype) is torch.float32 and _has_float8_tiles(spec):
+        rows, columns = spec.granularity.pattern(2)
+        return *cuda_quantize_tilewise(x, rows, columns, spec.dtype.storage), None
     if x.dtype in registry.FLOATS and x.shape[1] <= LONGEST_ROW and _is_int8_asymmetric(spec):
         return cuda_quantize_asymmetric(x)
     return portable(quantize_dynamic)(x, spec)
@@ -68,6 +89,13 @@ def triton_quantize_dynamic(x: Tensor, spec: QuantSpec) -> Quantized:
 def _is_float8_rowwise(spec: QuantSpec) -> bool:
     whole = (spec.dtype.quant_min, spec.dtype.quant_max)
     return spec.dtype.name in ("float8_e4m3fn", "float8_e5m2") and spec.code_range == whole and is_absmax_rowwise(spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_float8_tiles(spec: QuantSpec) -> bool:
+    rows, columns = spec.granularity.pattern(2)
+    small = rows > 0 and columns > 1 and rows * columns <= LARGEST_TILE
+    return small and _is_float8_rowwise(spec.with_granularity(PerRow()))
 
 
 def _is_int8_asymmetric(spec: QuantSpec) -> bool:
@@ -104,10 +132,19 @@ def triton_tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor
     """See `tile_scaled_mm`."""
     from .triton.tile_scaled_mm import tile_scaled_mm
 
-    if a.shape[1] // max(1, a_scale.shape[1]) > int_matmul.int32_terms():
+    lacks = a.dtype != torch.int8 and features.cuda_lacks("float8")
+    if lacks or a.dtype != b.dtype or a.shape[1] // max(1, a_scale.shape[1]) > int_matmul.int32_terms():
         return portable(operation.tile_scaled_mm)(a, b, a_scale, b_scale, dtype)
     note("tile_scaled_mm.triton")
     return tile_scaled_mm(a, b, a_scale, b_scale, dtype)
+
+
+@implement("int8_block_mm", "cuda", where=_HAS_TRITON)
+def triton_int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `int8_block_mm`; blocks of two sizes by torch."""
+    if xs.shape[1] != ws.shape[1] or xq.shape[1] // max(1, xs.shape[1]) > int_matmul.int32_terms():
+        return portable(operation.int8_block_mm)(xq, xs, wq, ws, dtype)
+    return triton_tile_scaled_mm(xq, wq, xs.float(), ws.float(), dtype)
 
 
 @implement("adam_step", "cuda", where=_HAS_TRITON)

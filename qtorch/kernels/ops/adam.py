@@ -97,7 +97,7 @@ def adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatB
     for i, (moment, values) in enumerate(zip(moments, new, strict=True)):
         _write(moment, values, i, blocks, step.form)
     if step.key is not None and weight.dtype == torch.bfloat16:
-        w = _rounded_up_at_random(w, step.key, step.first)
+        w = rounded_up_at_random(w, step.key, step.first)
     weight.copy_(w.reshape(weight.shape))
 
 
@@ -152,9 +152,10 @@ def random_bits(count: int, key: int, first: int, device: torch.device) -> Tenso
     return ((x ^ (x >> 16)) >> 16).int()
 
 
-def _rounded_up_at_random(w: Tensor, key: int, first: int) -> Tensor:
+def rounded_up_at_random(w: Tensor, key: int, first: int) -> Tensor:
+    """`w` fp32, contiguous, with the bits of bf16, rounded up or down at random so that it is right on average."""
     bits = w.view(torch.int32)
-    up = (bits + random_bits(w.numel(), key, first, w.device)) & -65536
+    up = (bits + random_bits(w.numel(), key, first, w.device).view(bits.shape)) & -65536
     # Infinity and NaN are not rounded.
     return torch.where((bits & 0x7F800000) != 0x7F800000, up, bits).view(torch.float32)
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...primitives import Granularity
+from ...primitives import Granularity, ZeroPointDomain, qdtype
 from ..custom_ops import opaque
 from . import int8_grouped_mm, int_matmul
+from .weight_only_mm import dequantize_codes, weight_only_mm
 
 
 @opaque(lambda xq, xs, wq, ws, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
@@ -67,16 +68,18 @@ def pad_to_blocks(x: Tensor, granularity: Granularity, columns: int = 1) -> Tens
 
 @opaque(lambda a, b, a_scale, b_scale, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype))
 def tile_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t], tile by tile; on CUDA by Triton.
+    """c[m, n] = sum_t (sum_{k in t} a[m, k] * b[n, k]) * bs[n / S, t] * as[m / R, t], tile by tile; on CUDA by Triton,
+    elsewhere, for float8, one product in fp32 of what the codes stand for.
 
     Args:
-        a: (M, K) int8 or float8.  b: (N, K) of the same dtype.
+        a: (M, K) int8 or float8.  b: (N, K) int8, or a float8.
         a_scale: (M / R, T) fp32.  b_scale: (N / S, T) fp32. Their sizes divide those of the matrices.
         dtype: of the result, (M, N).
     """
-    if not (a.numel() and b.numel()):
-        return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
-    # fp64 holds the sums of int8 exactly; fp32 is accurate enough for float8.
-    wide = torch.float64 if a.dtype == torch.int8 else torch.float32
-    product = lambda at, bt: torch.mm(at, bt.t()).float()  # noqa: E731
-    return _sum_of_groups(a.to(wide), b.to(wide), a_scale, b_scale, a_scale.shape[1], product).to(dtype)
+    if a.dtype == torch.int8:
+        return int8_block_mm(a, a_scale, b, b_scale, dtype)
+    of_a, of_b = qdtype(a.dtype), qdtype(b.dtype)
+    codes_of_a = a_scale, None, of_a, of_a.quant_min, of_a.quant_max, ZeroPointDomain.NONE
+    reals = dequantize_codes(a, *codes_of_a, torch.float32)
+    low, high = float(of_b.quant_min), float(of_b.quant_max)
+    return weight_only_mm(reals, b, b_scale, None, of_b.name, low, high, "NONE").to(dtype)

@@ -59,12 +59,14 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionStat
         return _Contraction.apply(x, w, spec, state)
     if isinstance(w, AffineQuantizedTensor):  # stored as codes: multiplied as in inference
         return multiply_served(x, w.convert())  # type: ignore[attr-defined]
-    return product(x, _floats(w), "output", spec.output, state, x.dtype)
+    return product(x, _values(w), "output", spec.output, state, x.dtype)
 
 
-def product(lhs: Tensor, rhs: Tensor, name: str, gemm: GemmSpec, state: ContractionState, dtype: torch.dtype) -> Tensor:
+def product(
+    lhs: Tensor, rhs: Tensor | Operand, name: str, gemm: GemmSpec, state: ContractionState, dtype: torch.dtype
+) -> Tensor:
     """One matmul of operands (A, C) and (B, C) in floating point, quantized for it alone: (A, B)."""
-    if gemm.is_int8_by_rows and state is STATELESS:
+    if gemm.is_int8_by_rows and state is STATELESS and isinstance(rhs, Tensor):
         return int8_rows_product(lhs, gemm.lhs, rhs, gemm.rhs, gemm.output_dtype or dtype)  # type: ignore[arg-type]
     return multiply(*operands_of(lhs, rhs, name, gemm, state), gemm, dtype, state.total_of(name))
 
@@ -87,8 +89,8 @@ class _Contraction(torch.autograd.Function):
                 ctx.codes = type(w), w.scheme
                 saved_w = Operand(w.qdata, about.shape[0], w.scale, w.zero_point)  # type: ignore[attr-defined]
         else:
-            floats = _floats(w)
-            saved_w = saved_w if whole else saved_w._replace(values=floats)
+            floats = _values(w)
+            saved_w = floats if isinstance(floats, Operand) else saved_w if whole else saved_w._replace(values=floats)
             if not (spec.keeps_operands and ctx.active):
                 y = product(x, floats, "output", spec.output, state, x.dtype)
             else:
@@ -97,10 +99,10 @@ class _Contraction(torch.autograd.Function):
                 saved_x = xq.in_blocks() if spec.grad_weight.reuse_forward else saved_x
                 # Quantizing w again gives the same codes, unless rounding is stochastic, or ranges follow.
                 again = state.repeats and (wq.spec is None or wq.spec.rounding is not Rounding.STOCHASTIC)
-                saved_w = wq if spec.grad_input.reuse_forward and not again else saved_w
+                saved_w = wq if spec.grad_input.reuse_forward and not again and saved_w.spec is None else saved_w
                 if spec.scale_gradient or spec.clip_gradient:
                     ctx.of_x = OperandGradient.of(x, xq, spec.output.lhs, spec)
-                    ctx.of_w = OperandGradient.of(floats, wq, spec.output.rhs, spec)
+                    ctx.of_w = OperandGradient.of(_floats(w), wq, spec.output.rhs, spec)
         needs_x, needs_w = (needed or spec.scale_gradient for needed in ctx.needs_input_grad[:2])
         tensors_x = (saved_x.values, saved_x.scale, saved_x.zero_point) if needs_w else (None, None, None)
         tensors_w = (saved_w.values, saved_w.scale, saved_w.zero_point) if needs_x else (None, None, None)
@@ -131,7 +133,7 @@ def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, dtype: torc
     """g (A, C) times `other` (C, kept), an operand of the forward: quantized again, or as the forward quantized it."""
     gemm: GemmSpec = getattr(ctx.spec, name)
     state: ContractionState = ctx.state
-    if not gemm.reuse_forward:
+    if not gemm.reuse_forward and other.spec is None:
         return product(g, _floats(other.values).t(), name, gemm, state, dtype)
     if isinstance(other.values, AffineQuantizedTensor):
         return multiply_served(g, other.values.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
@@ -159,9 +161,11 @@ def _warn_of_few_tokens(tokens: int, grad_weight: GemmSpec) -> None:
 
 
 def operands_of(
-    lhs: Tensor, rhs: Tensor, name: str, gemm: GemmSpec, state: ContractionState
+    lhs: Tensor, rhs: Tensor | Operand, name: str, gemm: GemmSpec, state: ContractionState
 ) -> tuple[Operand, Operand]:
-    """Both operands of a matmul whose operands are in floating point, quantized; the rows of lhs are independent."""
+    """Both operands of a matmul, quantized, where rhs is not yet; the rows of lhs are independent."""
+    if isinstance(rhs, Operand):
+        return quantize_operand(lhs, gemm.lhs, gemm.blocks[1], True, f"{name}.lhs", state), rhs
     if not state.active:
         observed(lhs, f"{name}.lhs", gemm.lhs, state)
         observed(rhs, f"{name}.rhs", gemm.rhs, state)
@@ -176,6 +180,11 @@ def operands_of(
     if gemm.fold == "rhs":
         lhs, b = with_scale_in(lhs, b)
     return quantize_operand(lhs, gemm.lhs, right, True, f"{name}.lhs", state), b
+
+
+def _values(w: Tensor) -> Tensor | Operand:
+    """The floats of a weight; or the codes of one that has these alone."""
+    return w.operand() if hasattr(w, "operand") else _floats(w)
 
 
 def _floats(w: Tensor) -> Tensor:

@@ -184,6 +184,8 @@ def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype, tot
         result, total = _integer_product(lhs, rhs, dtype, total)
     elif rhs.spec is None:
         result = torch.mm(lhs.dequantize(torch.float32), rhs.values.float().t())
+    elif _are_float8_tiles(lhs, rhs):
+        result = block_mm.tile_scaled_mm(lhs.values, rhs.values, lhs.scale, rhs.scale, torch.float32)  # type: ignore[arg-type]
     else:
         # As in inference: the activation in fp32 if it is quantized, else in its own dtype.
         assert rhs.scale is not None
@@ -192,6 +194,18 @@ def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype, tot
         domain, name = rhs.spec.zero_point_domain.name, rhs.spec.dtype.name
         result = weight_only_mm(x, rhs.values, rhs.scale, rhs.zero_point, name, low, high, domain)
     return (result if total is None else total.add(result)).to(dtype)[: lhs.kept, : rhs.kept]
+
+
+def _are_float8_tiles(lhs: Operand, rhs: Operand) -> bool:
+    """Whether both are in float8, with an fp32 scale for each block of one size along the contracted axis."""
+    blocks = [None if side.spec is None else side.spec.granularity.pattern(2)[1] for side in (lhs, rhs)]
+    return blocks[0] == blocks[1] not in (None, -1) and all(
+        type(side.spec) is QuantSpec
+        and side.values.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        and side.scale is not None
+        and side.scale.dtype is torch.float32
+        for side in (lhs, rhs)
+    )
 
 
 def _integer_product(

@@ -224,9 +224,10 @@ class LowBitAdam(torch.optim.Optimizer):
 
     def _read(self, parameter: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """A parameter's state, as it was saved, in the form in which it is held here."""
-        step = {"step": state["step"].detach().to("cpu", torch.float32).reshape(()).clone()}
-        moments = {name: value for name, value in state.items() if name != "step"}
-        return {**step, **{name: converted(parameter, group, name, value) for name, value in moments.items()}}
+        moments = dict(state)
+        step = moments.pop("step", torch.zeros((), dtype=torch.float32, device="cpu"))  # Muon of torch counts none
+        step = step.detach().to("cpu", torch.float32).reshape(()).clone()
+        return {"step": step, **{name: converted(parameter, group, name, value) for name, value in moments.items()}}
 
 
 class Writable:

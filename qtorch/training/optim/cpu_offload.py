@@ -55,7 +55,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._copies: dict[Tensor, Tensor] = {}
         self._ready: dict[Tensor, Any] = {}  # events after which gradients are on the CPU
         self._streams: dict[torch.device, tuple[Any, Any]] = {}
-        probe = optimizer_class([torch.zeros(1, requires_grad=True, dtype=torch.float32, device="cpu")], **kwargs)
+        probe = optimizer_class([torch.zeros(1, 1, requires_grad=True, dtype=torch.float32, device="cpu")], **kwargs)
         super().__init__(params, dict(probe.defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

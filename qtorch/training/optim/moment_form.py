@@ -54,7 +54,7 @@ def scheme_of(parameter: Tensor, group: Mapping[str, Any], name: str) -> Blocked
     form = form_of(parameter, group)
     if form == "32":
         return None
-    root = name != "exp_avg"
+    root = name.endswith("_sq")
     spec = FORMS[form].second if root else FORMS[form].first
     block, flat = blocks_of(parameter.shape, group["block_size"])
     return BlockedScheme(LinearSpec(spec), tuple(local_of(parameter).shape), torch.float32, block, flat, root)

@@ -6,19 +6,58 @@ They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and related 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...dtypes import AffineQuantizedTensor, QuantizedTensor, products
+from ...dtypes import AffineQuantizedTensor, Layout, QuantizedTensor, products
 from ...dtypes.linear import check_dtype, multiply
 from ...kernels.conv import Window, multiply_windows, to_matrix
 from ...kernels.registry import from_rows, scale_per_row, to_rows
-from ...primitives import LinearSpec, tracing
+from ...primitives import LinearSpec, QuantSpec, tracing
+from ...primitives.jsonable import HashedOnce, jsonable
+from ...primitives.layouts import LAYOUTS
+from ...primitives.spec import constant_shape
 from ..engine import gemm_spec, operand
 from ..engine.contraction import contraction
+
+
+@jsonable
+@dataclass(frozen=True)
+class TrainingScheme(HashedOnce):
+    """Metadata of a weight in training that has a `TrainingSpec`, or another description with a `linear_spec`. Kernels
+    read it as the scheme of the converted weight. `dtype` is that of its gradient and inputs; the `master` of a
+    `MasterWeight` may have another one: under mixed precision codes are made of all its bits."""
+
+    training: gemm_spec.TrainingSpec | Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    master_dtype: torch.dtype | None = None
+
+    __hash__ = HashedOnce.__hash__
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", constant_shape(self.shape))
+
+    @property
+    def spec(self) -> LinearSpec | None:
+        return self.training.linear_spec
+
+    @property
+    def weight(self) -> QuantSpec | None:
+        return None if self.spec is None else self.spec.weight
+
+    @property
+    def activation(self) -> QuantSpec | None:
+        return None if self.spec is None else self.spec.activation
+
+    @property
+    def layout(self) -> Layout:
+        spec = self.spec
+        return LAYOUTS["plain"]() if spec is None or spec.layout is None else spec.layout
 
 
 class TrainingWeight(QuantizedTensor):
@@ -29,7 +68,7 @@ class TrainingWeight(QuantizedTensor):
     @property
     def training_spec(self) -> gemm_spec.TrainingSpec:
         """How the matmuls of this weight are quantized, the weight being their rhs."""
-        raise NotImplementedError
+        return self.scheme.training  # type: ignore[attr-defined]
 
     def floats(self) -> Tensor:
         """The weight as a plain tensor, not differentiable."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,16 +18,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ...dtypes import AffineQuantizedTensor, Layout, base
+from ...dtypes import AffineQuantizedTensor, base
 from ...kernels.registry import scale_per_row
 from ...primitives import LinearSpec, PerGroup, QuantSpec, Scheme, granularity
-from ...primitives.jsonable import HashedOnce, jsonable
-from ...primitives.layouts import LAYOUTS, Form, Forms
-from ...primitives.spec import constant_shape
+from ...primitives.layouts import Form, Forms
 from ..engine import contraction, operand
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.split import check_split
-from .base import TrainingWeight, of_codes, written_by
+from .base import TrainingScheme, TrainingWeight, of_codes, written_by
+from .gathered import SentCodes, codes_to_send
 
 aten = torch.ops.aten
 
@@ -51,40 +50,6 @@ LOST_SHARE = 0.5
 
 CHECKED_UPDATES = (1, 2, 10, 100, 1000)
 """The updates of a 16-bit weight that are checked for loss in rounding. A check copies the weight."""
-
-
-@jsonable
-@dataclass(frozen=True)
-class TrainingScheme(HashedOnce):
-    """Metadata of a `MasterWeight`. Kernels read it as the scheme of the converted weight. `dtype` is that of its
-    gradient and inputs; `master` may have another one: under mixed precision codes are made of all its bits."""
-
-    training: TrainingSpec | Any
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    master_dtype: torch.dtype | None = None
-
-    __hash__ = HashedOnce.__hash__
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", constant_shape(self.shape))
-
-    @property
-    def spec(self) -> LinearSpec | None:
-        return self.training.linear_spec
-
-    @property
-    def weight(self) -> QuantSpec | None:
-        return None if self.spec is None else self.spec.weight
-
-    @property
-    def activation(self) -> QuantSpec | None:
-        return None if self.spec is None else self.spec.activation
-
-    @property
-    def layout(self) -> Layout:
-        spec = self.spec
-        return LAYOUTS["plain"]() if spec is None or spec.layout is None else spec.layout
 
 
 class MasterWeight(TrainingWeight):
@@ -118,10 +83,6 @@ class MasterWeight(TrainingWeight):
         """A weight in training that holds `master` itself; `dtype` is its own, if not that of `master`."""
         held = None if dtype in (None, master.dtype) else master.dtype
         return cls({"master": master}, TrainingScheme(spec, tuple(master.shape), dtype or master.dtype, held))
-
-    @property
-    def training_spec(self) -> TrainingSpec:
-        return self.scheme.training  # type: ignore[attr-defined]
 
     def floats(self) -> Tensor:
         return self.master
@@ -230,13 +191,17 @@ class MasterWeight(TrainingWeight):
             _warn_of_lost_updates(before, self.master, exact)
         return self
 
-    # FSDP2 gathers the master weight; under mixed precision the weight has the dtype of the policy.
+    # FSDP2 gathers codes where all products take the same (`gathered`), else the master weight; under mixed precision
+    # the weight has the dtype of the policy.
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         # Codes are made of all bits of the weight; where it has none, products take the rounded weight.
         dtype, spec = None if mp_policy is None else mp_policy.param_dtype, self._training
+        codes = codes_to_send(self.master, spec, dtype or self.dtype, mesh, outer_size, module)
+        if codes is not None:
+            return codes.sent, codes
         has_codes = not isinstance(spec, TrainingSpec) or spec.output.rhs is not None or spec.grad_input.rhs is not None
         master = self.master if dtype is None or has_codes else self.master.to(dtype)
         of_rows = master.shape[1:] == outer_size[1:]
@@ -248,6 +213,8 @@ class MasterWeight(TrainingWeight):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
+        if isinstance(metadata, SentCodes):
+            return metadata.whole(all_gather_outputs, out)
         (master,), (training, rows, dtype) = all_gather_outputs, metadata
         if out is not None:
             return None  # its master is the gathered memory itself

@@ -1,10 +1,21 @@
 """The CUDA kernels of `linear`, on every scheme and layout they accept, against the reference; and where they run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, BlockSparseLayout, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec
+from qtorch import (
+    AffineQuantizedTensor,
+    BlockSparseLayout,
+    PackedLayout,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    QuantSpec,
+)
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear import reference
@@ -22,7 +33,8 @@ OF_BLOCKS = ("cuda_block_sparse_int8_mm", "cuda_block_sparse_weight_mm")
 KERNELS = {k.name: k for k in kernels("linear") if k.device == "cuda" and k.name not in (*NEED_A_GPU, *OF_BLOCKS)}
 OF_QTORCH = ("cuda_int8_mm", "cuda_weight_mm")
 
-EXTRA_SCHEMES = {
+FLOAT8 = QuantSpec("float8_e4m3fn", PerGroup(64), zero_point_domain=ZeroPointDomain.NONE, scale_dtype=torch.float32)
+EXTRA_SCHEMES = {"float8 tiles": LinearSpec(replace(FLOAT8, granularity=PerBlock((10, 64))), FLOAT8)} | {
     f"{name} {granularity} {activation is not None}": LinearSpec(QuantSpec(name, granularity, mapping), activation)
     for name, granularity, mapping, activation in (
         ("int2", PerGroup(32), MappingType.SYMMETRIC, None),
@@ -53,7 +65,8 @@ def test_against_the_reference(name, dtype, device):
         assert ran[0] == f"linear:{name}"
         expected = reference.linear(x, weight, bias)
         assert (y.dtype, y.shape) == (dtype, expected.shape)
-        if weight.scheme.activation is not None:
+        activation = weight.scheme.activation
+        if activation is not None and activation.dtype.is_small_integer:
             assert torch.equal(y, expected), scheme
         else:
             assert compute_error(expected, y) > LEAST[dtype], scheme
@@ -104,6 +117,7 @@ def test_operators_are_well_formed_and_compiled(device):
         "cuda_int8_mm": (codes[:3], xs, None, codes, scale, None, "int8", None, torch.float32),
         "cuda_quantize_rowwise": (x, torch.int8),
         "cuda_quantize_asymmetric": (x,),
+        "cuda_quantize_tilewise": (x, 1, 16, torch.float8_e4m3fn),
         "tile_scaled_mm": (codes, codes, scale, scale, torch.float32),
     }.items():
         torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)

@@ -5,7 +5,7 @@ import torch
 
 from qtorch import MappingType, PerBlock, PerRow, QuantSpec
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cuda.shared_ops import cuda_quantize_rowwise
+from qtorch.kernels.cuda.shared_ops import cuda_quantize_rowwise, triton_quantize_dynamic
 from qtorch.kernels.cuda.triton.quantize import (
     quantize_columnwise,
     quantize_rowwise,
@@ -89,6 +89,11 @@ def test_rows(shape, codes_dtype, name, device):
 def test_tiles(tile, codes_dtype, device):
     x = sample((tile[0] * 3, tile[1] * 2), torch.bfloat16, device)
     check(x, *quantize_tilewise(x, tile, codes_dtype), spec(codes_dtype, PerBlock(tile)))
+    x, wanted = x.float(), spec(codes_dtype, PerBlock(tile))
+    if codes_dtype != torch.int8:
+        with record_kernels() as ran:
+            check(x, *triton_quantize_dynamic(x, wanted)[:2], wanted)
+        assert ran == ["cuda_quantize_tilewise", "triton.quantize_tilewise"]
 
 
 @EVERY_QUANTIZER

@@ -5,6 +5,7 @@ import torch
 
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
+from qtorch.kernels.cuda.shared_ops import triton_int8_block_mm
 from qtorch.kernels.cuda.triton import int8_scaled_mm as module
 from qtorch.kernels.cuda.triton.int8_scaled_mm import int8_scaled_mm, transposed_copy
 from qtorch.kernels.cuda.triton.quantize import quantize_tilewise
@@ -146,6 +147,10 @@ def test_against_torch(dtype, config, tiles, device):
     expected = on_cpu(arguments, torch.float32)
     if dtype == torch.int8:
         assert torch.equal(y.cpu(), expected)
+        a, b, a_scale, b_scale = arguments
+        with forced(config), record_kernels() as ran:
+            assert torch.equal(triton_int8_block_mm(a, a_scale, b, b_scale, torch.float32), y)
+        assert ran[-1] == "triton.tile_scaled_mm"
     else:
         assert compute_error(expected, y.cpu()) > 60, "the hardware's float8 sums keep some 14 bits"
     assert 25 < compute_error(x @ w.t(), y) < 50

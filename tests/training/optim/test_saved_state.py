@@ -14,7 +14,7 @@ from qtorch.training import int8_weight_only_quantized_training, optim
 from qtorch.training.optim import Adam8bit, AdamW4bit, AdamW8bit, CPUOffloadOptimizer, _AdamW
 from tests.movement.holding import through_file
 from tests.refusals import refuses
-from tests.training.small_model import ALL, cosine, loss_of, make_model, parameters_of, train
+from tests.training.small_model import ALL, cosine, loss_of, make_model, muon, parameters_of, train
 
 STEPS, CUT = 8, 5
 
@@ -33,6 +33,7 @@ for _cls in (torch.optim.AdamW, AdamW8bit):
         _more = {"optimizer_class": _cls, "offload_gradients": _way.endswith("gradients")}
         OPTIMIZERS[f"{_cls.__name__} {_way}"] = (optim.CPUOffloadOptimizer, _more)
 OPTIMIZERS |= {"Q-GaLore": (qgalore, {}), "Q-GaLore of codes": (qgalore, {})}
+OPTIMIZERS |= {"Muon": (muon, {"bf16_stochastic_round": True}), "Muon of codes": (muon, {})}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
