@@ -17,19 +17,11 @@ from .affine_tensor import AffineQuantizedTensor
 
 
 def to_affine_quantized_intx(
-    input_float: Tensor,
-    mapping_type: MappingType,
-    block_size: Sequence[int],
-    target_dtype: torch.dtype | QDType,
-    quant_min: int | None = None,
-    quant_max: int | None = None,
-    eps: float | None = None,
-    scale_dtype: torch.dtype | None = None,
-    zero_point_dtype: torch.dtype | None = None,
-    preserve_zero: bool = True,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    _layout: Layout = PlainLayout(),
-) -> AffineQuantizedTensor:
+    input_float: Tensor, mapping_type: MappingType, block_size: Sequence[int], target_dtype: torch.dtype | QDType,
+    quant_min: int | None = None, quant_max: int | None = None, eps: float | None = None,
+    scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, _layout: Layout = PlainLayout(),
+) -> AffineQuantizedTensor:  # fmt: skip
     """Quantize a float tensor to integer codes with scales chosen from its blocks.
 
     `zero_point_dtype` is accepted for compatibility and ignored: zero points are stored, without loss, in the storage
@@ -50,16 +42,10 @@ def to_affine_quantized_intx(
 
 
 def to_affine_quantized_intx_static(
-    input_float: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    block_size: Sequence[int],
-    target_dtype: torch.dtype | QDType,
-    quant_min: int | None = None,
-    quant_max: int | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    _layout: Layout = PlainLayout(),
-) -> AffineQuantizedTensor:
+    input_float: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: Sequence[int],
+    target_dtype: torch.dtype | QDType, quant_min: int | None = None, quant_max: int | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, _layout: Layout = PlainLayout(),
+) -> AffineQuantizedTensor:  # fmt: skip
     """Quantize a float tensor with given scales and zero points, one element per block."""
     spec = QuantSpec(
         target_dtype,  # type: ignore[arg-type]
@@ -81,24 +67,18 @@ def to_affine_quantized_intx_static(
 
 
 def to_affine_quantized_floatx(
-    input_float: Tensor,
-    block_size: Sequence[int],
-    target_dtype: torch.dtype | QDType,
-    _layout: Layout = PlainLayout(),
+    input_float: Tensor, block_size: Sequence[int], target_dtype: torch.dtype | QDType, _layout: Layout = PlainLayout(),
     scale_dtype: torch.dtype | None = None,
-) -> AffineQuantizedTensor:
+) -> AffineQuantizedTensor:  # fmt: skip
     """Quantize a float tensor to floating-point codes (float8): code = cast(x / scale), the largest code at absmax."""
     options: Any = {"scale_dtype": scale_dtype, "zero_point_domain": ZeroPointDomain.NONE, "_layout": _layout}
     return to_affine_quantized_intx(input_float, MappingType.SYMMETRIC, block_size, target_dtype, **options)
 
 
 def to_affine_quantized_floatx_static(
-    input_float: Tensor,
-    scale: Tensor,
-    block_size: Sequence[int],
-    target_dtype: torch.dtype | QDType,
+    input_float: Tensor, scale: Tensor, block_size: Sequence[int], target_dtype: torch.dtype | QDType,
     _layout: Layout = PlainLayout(),
-) -> AffineQuantizedTensor:
+) -> AffineQuantizedTensor:  # fmt: skip
     """Quantize a float tensor to floating-point codes with given scales, one element per block."""
     return to_affine_quantized_intx_static(input_float, scale, None, block_size, target_dtype, _layout=_layout)
 

@@ -119,19 +119,11 @@ class ZeroPointDomain(enum.Enum):
 
 
 def quantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    output_dtype: torch.dtype | QDType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    *,
-    rounding: Rounding = Rounding.NEAREST_EVEN,
-    generator: torch.Generator | None = None,
-    noise: Noise | None = None,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None,
+    output_dtype: torch.dtype | QDType, quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, *, rounding: Rounding = Rounding.NEAREST_EVEN,
+    generator: torch.Generator | None = None, noise: Noise | None = None,
+) -> Tensor:  # fmt: skip
     """Codes of `input`, same shape, in the storage dtype of `output_dtype` (int8 for int1..int8, uint8 for
     uint1..uint8).
 
@@ -171,16 +163,10 @@ def quantize_affine(
 
 
 def dequantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    input_dtype: torch.dtype | QDType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None,
+    input_dtype: torch.dtype | QDType, quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """Reals of the codes `input`, same shape, in `output_dtype`; computed in fp32.
 
     Args:
@@ -223,19 +209,11 @@ def code_range(dtype: torch.dtype | QDType, quant_min: float | None, quant_max: 
 
 
 def fake_quantize_blocks(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quant_dtype: torch.dtype | QDType,
-    quant_min: float | None,
-    quant_max: float | None,
-    zero_point_domain: ZeroPointDomain,
-    rounding: Rounding = Rounding.NEAREST_EVEN,
-    generator: torch.Generator | None = None,
-    compute_dtype: torch.dtype = torch.float32,
-    noise: Noise | None = None,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None,
+    quant_dtype: torch.dtype | QDType, quant_min: float | None, quant_max: float | None,
+    zero_point_domain: ZeroPointDomain, rounding: Rounding = Rounding.NEAREST_EVEN,
+    generator: torch.Generator | None = None, compute_dtype: torch.dtype = torch.float32, noise: Noise | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantize and dequantize without storing codes: (result in the input's dtype, mask of unclipped elements), NaN for
     NaN and infinities. The arithmetic is in `compute_dtype`; only in fp32 is the result that of storing codes."""
     view = BlockView(input.shape, block_size)
@@ -268,16 +246,10 @@ def split_zero_point(view: BlockView, zero_point: Tensor | None) -> Tensor | Non
 
 
 def real_codes(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    kind: QDType,
-    bounds: tuple[float, float],
-    domain: ZeroPointDomain,
-    rounding: Rounding = Rounding.NEAREST_EVEN,
-    generator: torch.Generator | None = None,
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, kind: QDType, bounds: tuple[float, float],
+    domain: ZeroPointDomain, rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None,
     noise: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Codes before clipping, rounded for integer types, in the dtype of `x`; all arguments in the split view."""
     s = scale.to(x.dtype)
     z = None if zero_point is None else zero_point.to(x.dtype)
@@ -293,13 +265,9 @@ def real_codes(
 
 
 def dequantize_split(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bounds: tuple[float, float],
-    domain: ZeroPointDomain,
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, bounds: tuple[float, float], domain: ZeroPointDomain,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Reals of codes, in their dtype; all arguments in the split view. `out` may be `codes`."""
     s = scale.to(codes.dtype)
     if zero_point is None or domain is ZeroPointDomain.NONE:

@@ -40,19 +40,11 @@ def straight_through(input: Tensor, result: Tensor, unclipped: Tensor | None = N
 
 
 def fake_quantize_affine(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quant_dtype: torch.dtype | QDType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    *,
-    rounding: Rounding = Rounding.NEAREST_EVEN,
-    generator: torch.Generator | None = None,
-    noise: Noise | None = None,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None,
+    quant_dtype: torch.dtype | QDType, quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, *, rounding: Rounding = Rounding.NEAREST_EVEN,
+    generator: torch.Generator | None = None, noise: Noise | None = None,
+) -> Tensor:  # fmt: skip
     """`dequantize_affine(quantize_affine(input))` in the dtype of `input`, with the straight-through gradient.
 
     Arguments and errors as in `quantize_affine`.
@@ -64,19 +56,11 @@ def fake_quantize_affine(
 
 
 def fake_quantize_affine_cachemask(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quant_dtype: torch.dtype | QDType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    *,
-    rounding: Rounding = Rounding.NEAREST_EVEN,
-    generator: torch.Generator | None = None,
-    noise: Noise | None = None,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None,
+    quant_dtype: torch.dtype | QDType, quant_min: float | None = None, quant_max: float | None = None,
+    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, *, rounding: Rounding = Rounding.NEAREST_EVEN,
+    generator: torch.Generator | None = None, noise: Noise | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`fake_quantize_affine`, and the boolean mask of the elements that did not clip, which receive gradients."""
     check_floating_point("fake_quantize_affine", input)
     codes = (quant_dtype, quant_min, quant_max, zero_point_domain)
@@ -105,17 +89,9 @@ def fake_quantize_affine_cachemask(
 class _LearnedStep(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        block: tuple[int, ...],
-        dtype: str,
-        low: float,
-        high: float,
-        grad_scale: float,
-        through_rounding: bool,
-    ) -> Tensor:
+        ctx: Any, input: Tensor, scale: Tensor, zero_point: Tensor | None, block: tuple[int, ...], dtype: str,
+        low: float, high: float, grad_scale: float, through_rounding: bool,
+    ) -> Tensor:  # fmt: skip
         code = None if zero_point is None else zero_point_code(zero_point, low, high)
         ctx.save_for_backward(input, scale, code)
         ctx.block, ctx.bounds, ctx.grad_scale, ctx.through_rounding = block, (low, high), grad_scale, through_rounding
@@ -153,17 +129,10 @@ class _LearnedStep(torch.autograd.Function):
 
 
 def learned_step_fake_quantize(
-    input: Tensor,
-    block_size: Sequence[int],
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quant_dtype: torch.dtype | QDType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    *,
-    grad_scale: float = 1.0,
-    through_rounding: bool = True,
-) -> Tensor:
+    input: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None,
+    quant_dtype: torch.dtype | QDType, quant_min: float | None = None, quant_max: float | None = None, *,
+    grad_scale: float = 1.0, through_rounding: bool = True,
+) -> Tensor:  # fmt: skip
     """Fake-quantize `input`, with gradients for `input`, `scale` and `zero_point`: x_hat, in its shape and dtype.
 
     It equals `dequantize_affine(quantize_affine(input))` with the INT domain. Equations at the top of the file.

@@ -42,18 +42,11 @@ def min_max(input: Tensor, block_size: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def choose_qparams_affine(
-    input: Tensor,
-    mapping_type: MappingType,
-    block_size: Sequence[int],
-    target_dtype: torch.dtype | QDType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    eps: float | None = None,
-    scale_dtype: torch.dtype | None = None,
-    zero_point_dtype: torch.dtype | None = None,
-    preserve_zero: bool = True,
+    input: Tensor, mapping_type: MappingType, block_size: Sequence[int], target_dtype: torch.dtype | QDType,
+    quant_min: float | None = None, quant_max: float | None = None, eps: float | None = None,
+    scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Scale and zero point of each block of `input` from its minimum and maximum.
 
     Arguments, result and errors are those of `choose_qparams_affine_with_min_max`.
@@ -67,21 +60,12 @@ def choose_qparams_affine(
 
 
 def choose_qparams_affine_with_min_max(
-    min_val: Tensor,
-    max_val: Tensor,
-    mapping_type: MappingType,
-    block_size: Sequence[int],
-    target_dtype: torch.dtype | QDType,
-    quant_min: float | None = None,
-    quant_max: float | None = None,
-    eps: float | None = None,
-    scale_dtype: torch.dtype | None = None,
-    zero_point_dtype: torch.dtype | None = None,
-    preserve_zero: bool = True,
-    zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT,
-    *,
+    min_val: Tensor, max_val: Tensor, mapping_type: MappingType, block_size: Sequence[int],
+    target_dtype: torch.dtype | QDType, quant_min: float | None = None, quant_max: float | None = None,
+    eps: float | None = None, scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None,
+    preserve_zero: bool = True, zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, *,
     preserve_max_val: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Scale and zero point from the range of each block, as an observer records it.
 
     Args:

@@ -60,16 +60,10 @@ class Linear4bit(_QuantizedLinear):
     """
 
     def __init__(
-        self,
-        input_features: int,
-        output_features: int,
-        bias: bool = True,
-        compute_dtype: torch.dtype | None = None,
-        compress_statistics: bool = True,
-        quant_type: str = "fp4",
-        quant_storage: torch.dtype = torch.uint8,
+        self, input_features: int, output_features: int, bias: bool = True, compute_dtype: torch.dtype | None = None,
+        compress_statistics: bool = True, quant_type: str = "fp4", quant_storage: torch.dtype = torch.uint8,
         device: Any = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         recipe = _nf4(type(self).__name__, quant_type, None, compress_statistics)
         super().__init__(recipe, input_features, output_features, bias, device, compute_dtype)
 
@@ -89,15 +83,9 @@ class Linear8bitLt(_QuantizedLinear):
     """
 
     def __init__(
-        self,
-        input_features: int,
-        output_features: int,
-        bias: bool = True,
-        has_fp16_weights: bool = True,
-        threshold: float = 0.0,
-        index: Any = None,
-        device: Any = None,
-    ) -> None:
+        self, input_features: int, output_features: int, bias: bool = True, has_fp16_weights: bool = True,
+        threshold: float = 0.0, index: Any = None, device: Any = None,
+    ) -> None:  # fmt: skip
         if has_fp16_weights:
             raise ValueError("Linear8bitLt: has_fp16_weights=True trains floats: write has_fp16_weights=False")
         if threshold:
@@ -106,14 +94,9 @@ class Linear8bitLt(_QuantizedLinear):
 
 
 def Params4bit(
-    data: Tensor,
-    requires_grad: bool = False,
-    quant_state: None = None,
-    blocksize: int | None = None,
-    compress_statistics: bool = True,
-    quant_type: str = "fp4",
-    **of_bitsandbytes: Any,
-) -> nn.Parameter:
+    data: Tensor, requires_grad: bool = False, quant_state: None = None, blocksize: int | None = None,
+    compress_statistics: bool = True, quant_type: str = "fp4", **of_bitsandbytes: Any,
+) -> nn.Parameter:  # fmt: skip
     """The float matrix `data` as a frozen parameter in NF4; `ValueError` for what has no equivalent."""
     if requires_grad or quant_state is not None:
         raise ValueError("Params4bit: takes float data and makes a frozen weight: leave requires_grad and quant_state")

@@ -48,13 +48,9 @@ def Int8WeightOnlyConfig(
     int4_choose_qparams_algorithm=only("tinygemm", "hqq"),
 )
 def Int4WeightOnlyConfig(
-    group_size: int = 128,
-    set_inductor_config: bool = True,
-    int4_packing_format: Any = "plain",
-    int4_choose_qparams_algorithm: Any = "tinygemm",
-    int4_tile_packed_ntile: int = 8,
-    version: int = 2,
-) -> WeightRecipe:
+    group_size: int = 128, set_inductor_config: bool = True, int4_packing_format: Any = "plain",
+    int4_choose_qparams_algorithm: Any = "tinygemm", int4_tile_packed_ntile: int = 8, version: int = 2,
+) -> WeightRecipe:  # fmt: skip
     """`int4_weight_only`: with real zero points for the format ``"tile_packed_to_4d"``, else with integer ones."""
     use_hqq = int4_choose_qparams_algorithm == "hqq"
     if int4_packing_format == "plain":
@@ -64,43 +60,30 @@ def Int4WeightOnlyConfig(
 
 @arguments(granularity=_rows)
 def Int8DynamicActivationInt8WeightConfig(
-    act_mapping_type: Any = MappingType.SYMMETRIC,
-    weight_only_decode: bool = False,
-    granularity: Any = PerRow(),
-    set_inductor_config: bool = True,
-    version: int = 2,
-    reduce_range: bool | None = False,
-    layout: Any = None,
-) -> WeightRecipe:
+    act_mapping_type: Any = MappingType.SYMMETRIC, weight_only_decode: bool = False, granularity: Any = PerRow(),
+    set_inductor_config: bool = True, version: int = 2, reduce_range: bool | None = False, layout: Any = None,
+) -> WeightRecipe:  # fmt: skip
     """`int8_dynamic_activation_int8_weight`."""
     return functions.int8_dynamic_activation_int8_weight(layout, act_mapping_type, weight_only_decode)
 
 
 @arguments(act_quant_zero_point=none, act_mapping_type=translate.symmetric)
 def Int8StaticActivationInt8WeightConfig(
-    act_quant_scale: torch.Tensor | float | None = None,
-    act_quant_zero_point: Any = None,
-    granularity: Any = PerTensor(),
-    act_mapping_type: Any = MappingType.SYMMETRIC,
-    set_inductor_config: bool = True,
-    version: int = 1,
-    reduce_range: bool | None = False,
-) -> WeightRecipe:
+    act_quant_scale: torch.Tensor | float | None = None, act_quant_zero_point: Any = None,
+    granularity: Any = PerTensor(), act_mapping_type: Any = MappingType.SYMMETRIC, set_inductor_config: bool = True,
+    version: int = 1, reduce_range: bool | None = False,
+) -> WeightRecipe:  # fmt: skip
     """`int8_static_activation_int8_weight`: one scale for the activation, one per row for the weight."""
     return recipes.int8_static_activation_int8_weight(act_quant_scale)  # type: ignore[arg-type]
 
 
 @arguments(weight_granularity=translate.group_size)
 def Int8DynamicActivationIntxWeightConfig(
-    weight_dtype: torch.dtype = torch.int8,
-    weight_granularity: Any = PerGroup(32),
-    weight_mapping_type: Any = MappingType.SYMMETRIC,
-    weight_scale_dtype: torch.dtype | None = None,
-    act_mapping_type: Any = MappingType.ASYMMETRIC,
-    intx_packing_format: Any = "unpacked_to_int8",
-    intx_choose_qparams_algorithm: Any = "affine",
-    version: int = 2,
-) -> WeightRecipe:
+    weight_dtype: torch.dtype = torch.int8, weight_granularity: Any = PerGroup(32),
+    weight_mapping_type: Any = MappingType.SYMMETRIC, weight_scale_dtype: torch.dtype | None = None,
+    act_mapping_type: Any = MappingType.ASYMMETRIC, intx_packing_format: Any = "unpacked_to_int8",
+    intx_choose_qparams_algorithm: Any = "affine", version: int = 2,
+) -> WeightRecipe:  # fmt: skip
     """`int8_dynamic_activation_int4_weight` for int4, `int8_dynamic_activation_int8_weight` for int8 per row."""
     if str(weight_dtype) == "torch.int4":
         return recipes.int8_dynamic_activation_int4_weight(weight_granularity, weight_mapping_type, act_mapping_type)
@@ -119,14 +102,10 @@ def Int8DynamicActivationInt4WeightConfig(
 
 @arguments(granularity=translate.group_size)
 def IntxWeightOnlyConfig(
-    weight_dtype: torch.dtype = torch.int8,
-    granularity: Any = PerAxis(0),
-    mapping_type: Any = MappingType.SYMMETRIC,
-    scale_dtype: torch.dtype | None = None,
-    intx_packing_format: Any = "unpacked_to_int8",
-    intx_choose_qparams_algorithm: Any = "affine",
-    version: int = 2,
-) -> WeightRecipe:
+    weight_dtype: torch.dtype = torch.int8, granularity: Any = PerAxis(0), mapping_type: Any = MappingType.SYMMETRIC,
+    scale_dtype: torch.dtype | None = None, intx_packing_format: Any = "unpacked_to_int8",
+    intx_choose_qparams_algorithm: Any = "affine", version: int = 2,
+) -> WeightRecipe:  # fmt: skip
     """`intx_weight_only` for 1 to 7 bits, `int8_weight_only` for 8."""
     if weight_dtype != torch.int8:
         return recipes.intx_weight_only(weight_dtype, granularity, mapping_type)
@@ -160,18 +139,11 @@ def Float8WeightOnlyConfig(
     kernel_preference=translate.default_kernel,
 )
 def Float8DynamicActivationFloat8WeightConfig(
-    activation_dtype: torch.dtype = E4M3,
-    weight_dtype: torch.dtype = E4M3,
-    granularity: Any = None,
-    packing_format: Any = "plain",
-    mm_config: Any = None,
-    activation_value_lb: float | None = None,
-    activation_value_ub: float | None = None,
-    kernel_preference: Any = "auto",
-    set_inductor_config: bool = True,
-    version: int = 2,
-    alg_id: int = 0,
-) -> WeightRecipe:
+    activation_dtype: torch.dtype = E4M3, weight_dtype: torch.dtype = E4M3, granularity: Any = None,
+    packing_format: Any = "plain", mm_config: Any = None, activation_value_lb: float | None = None,
+    activation_value_ub: float | None = None, kernel_preference: Any = "auto", set_inductor_config: bool = True,
+    version: int = 2, alg_id: int = 0,
+) -> WeightRecipe:  # fmt: skip
     """`float8_dynamic_activation_float8_weight`, or its form with 2:4 sparsity for the sparse packing formats."""
     if packing_format == "plain":
         return functions.float8_dynamic_activation_float8_weight(activation_dtype, weight_dtype, granularity)
@@ -185,17 +157,11 @@ def Float8DynamicActivationFloat8WeightConfig(
     quantize_and_dequantize_output=only(False),
 )
 def Float8StaticActivationFloat8WeightConfig(
-    act_quant_scale: torch.Tensor | float | None = None,
-    activation_dtype: torch.dtype = E4M3,
-    weight_dtype: torch.dtype = E4M3,
-    granularity: Any = None,
-    mm_config: Any = None,
-    kernel_preference: Any = "auto",
-    set_inductor_config: bool = True,
-    step: Any = None,
-    quantize_and_dequantize_output: bool = False,
+    act_quant_scale: torch.Tensor | float | None = None, activation_dtype: torch.dtype = E4M3,
+    weight_dtype: torch.dtype = E4M3, granularity: Any = None, mm_config: Any = None, kernel_preference: Any = "auto",
+    set_inductor_config: bool = True, step: Any = None, quantize_and_dequantize_output: bool = False,
     output_act_quant_scale: Any = None,
-) -> WeightRecipe:
+) -> WeightRecipe:  # fmt: skip
     """`float8_static_activation_float8_weight`."""
     of_both = activation_dtype, weight_dtype
     return functions.float8_static_activation_float8_weight(act_quant_scale, *of_both, granularity)
@@ -210,12 +176,9 @@ def Float8DynamicActivationInt4WeightConfig(
 
 @arguments(block_size=only(32))
 def MXDynamicActivationMXWeightConfig(
-    block_size: int = 32,
-    activation_dtype: torch.dtype = E4M3,
-    weight_dtype: torch.dtype = E4M3,
-    kernel_preference: Any = "auto",
-    scaling_mode: Any = "floor",
-) -> WeightRecipe:
+    block_size: int = 32, activation_dtype: torch.dtype = E4M3, weight_dtype: torch.dtype = E4M3,
+    kernel_preference: Any = "auto", scaling_mode: Any = "floor",
+) -> WeightRecipe:  # fmt: skip
     """`mxfp8_dynamic_activation_mxfp8_weight` or `mxfp4_dynamic_activation_mxfp4_weight`."""
     name = "MXDynamicActivationMXWeightConfig"
     if activation_dtype != weight_dtype:

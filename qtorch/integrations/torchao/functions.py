@@ -39,14 +39,9 @@ def int8_weight_only(group_size: int | None = None, set_inductor_config: bool = 
 
 @arguments()
 def int4_weight_only(
-    group_size: int = 128,
-    layout: Any = None,
-    use_hqq: bool = False,
-    zero_point_domain: Any = None,
-    set_inductor_config: bool = True,
-    *,
-    layout_type: Any = None,
-) -> WeightRecipe:
+    group_size: int = 128, layout: Any = None, use_hqq: bool = False, zero_point_domain: Any = None,
+    set_inductor_config: bool = True, *, layout_type: Any = None,
+) -> WeightRecipe:  # fmt: skip
     """`qtorch.int4_weight_only` with real zero points, as in torchao, whose default layout is that of tinygemm."""
     found = _layout("int4_weight_only", layout, layout_type) or TensorCoreTiledLayout()
     if found.name not in ("tensor_core_tiled", "packed"):
@@ -57,12 +52,9 @@ def int4_weight_only(
 
 @arguments()
 def int8_dynamic_activation_int4_weight(
-    group_size: int = 32,
-    layout: Any = None,
-    mapping_type: Any = MappingType.SYMMETRIC,
-    act_mapping_type: Any = MappingType.ASYMMETRIC,
-    set_inductor_config: bool = True,
-) -> WeightRecipe:
+    group_size: int = 32, layout: Any = None, mapping_type: Any = MappingType.SYMMETRIC,
+    act_mapping_type: Any = MappingType.ASYMMETRIC, set_inductor_config: bool = True,
+) -> WeightRecipe:  # fmt: skip
     """`qtorch.int8_dynamic_activation_int4_weight`."""
     found = layout or PackedLayout()
     return recipes.int8_dynamic_activation_int4_weight(group_size, mapping_type, act_mapping_type, layout=found)
@@ -70,13 +62,9 @@ def int8_dynamic_activation_int4_weight(
 
 @arguments(weight_only_decode=only(False))
 def int8_dynamic_activation_int8_weight(
-    layout: Any = None,
-    act_mapping_type: Any = MappingType.SYMMETRIC,
-    weight_only_decode: bool = False,
-    set_inductor_config: bool = True,
-    *,
-    layout_type: Any = None,
-) -> WeightRecipe:
+    layout: Any = None, act_mapping_type: Any = MappingType.SYMMETRIC, weight_only_decode: bool = False,
+    set_inductor_config: bool = True, *, layout_type: Any = None,
+) -> WeightRecipe:  # fmt: skip
     """`qtorch.int8_dynamic_activation_int8_weight`, or its form with 2:4 sparsity for the semi-sparse layout."""
     name = "int8_dynamic_activation_int8_weight"
     found = _layout(name, layout, layout_type)
@@ -99,25 +87,18 @@ def float8_weight_only(weight_dtype: torch.dtype = E4M3, set_inductor_config: bo
 
 @arguments(granularity=translate.granularity)
 def float8_dynamic_activation_float8_weight(
-    activation_dtype: torch.dtype = E4M3,
-    weight_dtype: torch.dtype = E4M3,
-    granularity: Any = None,
-    mm_config: Any = None,
-    set_inductor_config: bool = True,
-) -> WeightRecipe:
+    activation_dtype: torch.dtype = E4M3, weight_dtype: torch.dtype = E4M3, granularity: Any = None,
+    mm_config: Any = None, set_inductor_config: bool = True,
+) -> WeightRecipe:  # fmt: skip
     """`qtorch.float8_dynamic_activation_float8_weight`; the default is a scale per tensor, as in torchao."""
     return recipes.float8_dynamic_activation_float8_weight(granularity or PerTensor(), activation_dtype, weight_dtype)
 
 
 @arguments(granularity=translate.granularity)
 def float8_static_activation_float8_weight(
-    scale: torch.Tensor | float | None = None,
-    activation_dtype: torch.dtype = E4M3,
-    weight_dtype: torch.dtype = E4M3,
-    granularity: Any = None,
-    mm_config: Any = None,
-    set_inductor_config: bool = True,
-) -> WeightRecipe:
+    scale: torch.Tensor | float | None = None, activation_dtype: torch.dtype = E4M3, weight_dtype: torch.dtype = E4M3,
+    granularity: Any = None, mm_config: Any = None, set_inductor_config: bool = True,
+) -> WeightRecipe:  # fmt: skip
     """`qtorch.float8_static_activation_float8_weight`."""
     found = granularity or PerTensor()
     return recipes.float8_static_activation_float8_weight(scale, activation_dtype, weight_dtype, found)  # type: ignore[arg-type]
@@ -155,16 +136,11 @@ ALL_AUTOQUANT_CLASS_LIST: list[WeightRecipe | None] = list(
 
 @arguments(manual=only(False))
 def autoquant(
-    model: nn.Module,
-    example_input: Any = None,
-    qtensor_class_list: Sequence[WeightRecipe | None] = DEFAULT_AUTOQUANT_CLASS_LIST,
-    filter_fn: Any = None,
-    mode: Any = None,
-    manual: bool = False,
-    set_inductor_config: bool = True,
-    supress_autoquant_errors: bool = True,
+    model: nn.Module, example_input: Any = None,
+    qtensor_class_list: Sequence[WeightRecipe | None] = DEFAULT_AUTOQUANT_CLASS_LIST, filter_fn: Any = None,
+    mode: Any = None, manual: bool = False, set_inductor_config: bool = True, supress_autoquant_errors: bool = True,
     min_sqnr: float | None = None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Quantize each linear layer in place by the recipe under which it takes least time; see `allocation.fastest`.
 
     Layers are timed as they run here, eagerly, and not compiled as in torchao.

@@ -42,18 +42,11 @@ class AffineQuantizedObserverBase(nn.Module):
     """
 
     def __init__(
-        self,
-        mapping_type: MappingType,
-        target_dtype: torch.dtype,
-        granularity: Granularity,
-        quant_min: int | None = None,
-        quant_max: int | None = None,
-        eps: float | None = None,
-        scale_dtype: torch.dtype | None = None,
-        zero_point_dtype: torch.dtype | None = None,
-        preserve_zero: bool = True,
+        self, mapping_type: MappingType, target_dtype: torch.dtype, granularity: Granularity,
+        quant_min: int | None = None, quant_max: int | None = None, eps: float | None = None,
+        scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype | None = None, preserve_zero: bool = True,
         zero_point_domain: ZeroPointDomain | None = ZeroPointDomain.INT,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.spec = QuantSpec(
             target_dtype,  # type: ignore[arg-type]
@@ -163,12 +156,9 @@ def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
 
 
 def insert_observers_(
-    model: nn.Module,
-    input_observer: AffineQuantizedObserverBase | None,
-    weight_observer: AffineQuantizedObserverBase | None,
-    *,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> None:
+    model: nn.Module, input_observer: AffineQuantizedObserverBase | None,
+    weight_observer: AffineQuantizedObserverBase | None, *, filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> None:  # fmt: skip
     """Give the weight of each `nn.Linear` copies of the observers, which then see what passes as the model runs.
 
     A weight that several layers share has one pair. `from_observers()` quantizes such weights; the observers are

@@ -22,13 +22,9 @@ __all__ = [
 
 
 def Int8MixedPrecisionTrainingConfig(
-    output: bool = True,
-    grad_input: bool = True,
-    grad_weight: bool = True,
-    module_swap: bool = False,
-    *,
+    output: bool = True, grad_input: bool = True, grad_weight: bool = True, module_swap: bool = False, *,
     config: Recipe | None = None,
-) -> Recipe:
+) -> Recipe:  # fmt: skip
     """`int8_mixed_precision_training`; torchao 0.6 has these as fields of its argument `config`. Modules keep their
     class whatever `module_swap` says, and no number depends on it."""
     if config is not None or isinstance(output, Recipe):
@@ -81,19 +77,11 @@ def _granularity(value: Any) -> Granularity | None:
     eps=only(None, torch.finfo(torch.float32).eps),
 )
 def IntxFakeQuantizeConfig(
-    dtype: Any,
-    granularity: Any = None,
-    mapping_type: Any = None,
-    scale_precision: torch.dtype = torch.float32,
-    zero_point_precision: torch.dtype = torch.int32,
-    zero_point_domain: Any = "INT",
-    is_dynamic: bool = True,
-    range_learning: bool = False,
-    eps: float | None = None,
-    *,
-    group_size: int | None = None,
+    dtype: Any, granularity: Any = None, mapping_type: Any = None, scale_precision: torch.dtype = torch.float32,
+    zero_point_precision: torch.dtype = torch.int32, zero_point_domain: Any = "INT", is_dynamic: bool = True,
+    range_learning: bool = False, eps: float | None = None, *, group_size: int | None = None,
     is_symmetric: bool | None = None,
-) -> FakeQuantize:
+) -> FakeQuantize:  # fmt: skip
     """Integers; `granularity` is also one of ``"per_token"``, ``"per_channel"`` and ``"per_group"``."""
     name = "IntxFakeQuantizeConfig"
     if not is_dynamic and not range_learning:
@@ -131,12 +119,9 @@ FakeQuantizeConfig = IntxFakeQuantizeConfig
 
 @arguments(step=translate.step("prepare", "convert"))
 def QATConfig(
-    base_config: Recipe | None = None,
-    activation_config: FakeQuantize | None = None,
-    weight_config: FakeQuantize | None = None,
-    *,
-    step: Any = "prepare",
-) -> Recipe:
+    base_config: Recipe | None = None, activation_config: FakeQuantize | None = None,
+    weight_config: FakeQuantize | None = None, *, step: Any = "prepare",
+) -> Recipe:  # fmt: skip
     """`qat` of the base, or of the recipe that the two configurations describe, for the step ``"prepare"``, `lsq` of it
     where the scales of the weight are learned; `convert()` for ``"convert"``."""
     name = "QATConfig"
