@@ -26,6 +26,7 @@ from .factories import (
     to_linear_activation_quantized,
     to_uintx,
 )
+from .low_rank_weight import LowRankWeight
 from .matrix_weight import MatrixWeight
 from .transposed_weight import PaddedWeight, TransposedWeight
 
@@ -35,6 +36,7 @@ __all__ = [
     "ConvWeight",
     "LUTQuantizedTensor",
     "Layout",
+    "LowRankWeight",
     "MatrixWeight",
     "NF4Tensor",
     "PackedLayout",
