@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor, quantized_type
 from ..model.report import CalibrationReport, TransformReport
 from ..model.targets import Refused, Target
-from ..primitives import CodebookSpec, LinearSpec, QuantSpec, RotatedSpec
+from ..primitives import LinearSpec, QuantSpec, RotatedSpec
 from ..recipes.base import Branch, Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from .data import Data
 from .engine import BlockLearner
@@ -186,8 +186,8 @@ class CalibratedRecipe(WeightRecipe):
             done or has to be undone.
 
     Raises:
-        ValueError: `learn` for a recipe that prunes weights or has a branch of low rank; an observer for a recipe without
-            static activations, or with a scale of its own.
+        ValueError: `learn` for a recipe that prunes weights or has a branch of low rank; an observer for a
+            recipe without static activations, or with a scale of its own.
     """
 
     in_order: ClassVar[bool] = True

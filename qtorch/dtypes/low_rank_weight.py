@@ -26,8 +26,10 @@ aten = torch.ops.aten
 BRANCH = ("up", "down")
 """The inner tensors of the branch."""
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
-"""Their dtypes."""
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+_SMALL, _LARGE = 2.0**-8, 2.0**15
+"""The largest element of a factor that float16 keeps with enough bits for those that are smaller."""
 
 
 @jsonable
@@ -72,7 +74,7 @@ class LowRankWeight(matrix_weight.MatrixWeight):
     @classmethod
     def forms(cls, scheme: Any) -> Forms:
         (rows, columns), rank = scheme.shape, scheme.rank
-        branch = {"up": (Form((rows, rank), HALVES),), "down": (Form((rank, columns), HALVES),)}
+        branch = {"up": (Form((rows, rank), _HALVES),), "down": (Form((rank, columns), _HALVES),)}
         return {**super().forms(scheme), **branch}
 
     @classmethod
@@ -94,7 +96,7 @@ class LowRankWeight(matrix_weight.MatrixWeight):
         if isinstance(source, LowRankWeight):
             return self.beside(self.matrix.quantized_like(source.matrix), source.up, source.down)
         values = source.to(self.device, torch.float32)
-        up, down = (factor.to(self.up.dtype) for factor in low_rank_factors(values, self.scheme.rank))
+        up, down = in_halves(low_rank_factors(values, self.scheme.rank), self.scheme.dtype)
         return self.beside(self.matrix.quantized_like(values - up.float() @ down.float()), up, down)
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -155,6 +157,15 @@ class LowRankWeight(matrix_weight.MatrixWeight):
         if func in (aten.cat.default, aten.stack.default):
             raise NotImplementedError(f"{func} of weights with branches of low rank; dequantize() them first")
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def in_halves(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The factors of a branch of a weight in `dtype`: bfloat16 beside bfloat16, and where float16 would lose them."""
+    fits = dtype != torch.bfloat16
+    if fits and not factors[0].is_meta:
+        fits = all(bool(_SMALL < factor.abs().max() < _LARGE) for factor in factors)
+    up, down = (factor.to(torch.float16 if fits else torch.bfloat16) for factor in factors)
+    return up, down
 
 
 def matrix_beside(weight: LowRankWeight) -> Any:

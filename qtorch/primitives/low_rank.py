@@ -32,7 +32,8 @@ def low_rank_factors(matrix: Tensor, rank: int, root: Tensor | None = None) -> t
     if rank + _OVERSAMPLED < most // 2:
         # The same start for the same matrix, on every device.
         generator = torch.Generator(device="cpu").manual_seed(0)
-        start = torch.randn(weighted.shape[-1], rank + _OVERSAMPLED, generator=generator, device="cpu")
+        shape = weighted.shape[-1], rank + _OVERSAMPLED
+        start = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         basis = torch.linalg.qr(weighted @ start.to(weighted)).Q
         for _ in range(_PASSES):
             basis = torch.linalg.qr(weighted @ torch.linalg.qr(weighted.mT @ basis).Q).Q
@@ -45,4 +46,5 @@ def low_rank_factors(matrix: Tensor, rank: int, root: Tensor | None = None) -> t
     if root is not None:
         right = torch.linalg.solve_triangular(root, right, upper=False, left=False)
     missing = max(0, rank - most)
-    return functional.pad(left, (0, missing)), functional.pad(right, (0, 0, 0, missing))
+    padded = functional.pad(left, (0, missing)), functional.pad(right, (0, 0, 0, missing))
+    return padded[0].contiguous(), padded[1].contiguous()

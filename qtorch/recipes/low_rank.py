@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import LowRankWeight, QuantizedTensor
-from ..dtypes.low_rank_weight import HALVES
+from ..dtypes.low_rank_weight import in_halves
 from ..primitives import LinearSpec
 from ..primitives.low_rank import low_rank_factors
 from .base import Branch, T, WeightRecipe, register_recipe
@@ -87,11 +87,10 @@ class LowRank(WeightRecipe):
         self, weight: Tensor, dtype: torch.dtype, root: Tensor | None, rounded: Callable[[Tensor], tuple[T, Tensor]]
     ) -> tuple[T, Branch]:
         """The branch, and what is made of the rest, with the least |(W - Q - up down) L|^2."""
-        kept = dtype if dtype in HALVES else torch.float16
         found: list[tuple[float, T, Branch]] = []
         target = weight
         for _ in range(1 if weight.is_meta else self.iterations):
-            up, down = (factor.to(kept) for factor in low_rank_factors(target, self.rank, root))
+            up, down = in_halves(low_rank_factors(target, self.rank, root), dtype)
             rest = weight - up.float() @ down.float()
             made, values = rounded(rest)
             error = rest - values if root is None else (rest - values) @ root
