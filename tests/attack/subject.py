@@ -139,6 +139,6 @@ SUBJECTS = [
 
 FEW = ("int8_weight_only", "int4_weight_only", "nf4_weight_only", "int8_dynamic_activation_int8_weight")
 FEW += ("int8_static_activation_int8_weight", "int8_dynamic_activation_int8_semi_sparse_weight", "block_sparse")
-FEW += ("qat", "lsq")
+FEW += ("low_rank", "qat", "lsq")
 FEW += ("int8_mixed_precision_training", "int8_weight_only_quantized_training")
 """One or two of each family, for operations that take seconds."""
