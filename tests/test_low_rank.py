@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import LinearSpec, PackedLayout, PerGroup, QuantSpec, explain, load_quantized, low_rank, quantize_
 from qtorch.calibration import AutoRound, auto, calibrated, gptq, importance_weighted, smooth
+from qtorch.checkpoint.formats.gguf import block_types
 from qtorch.checkpoint.save_folder import SAVE_FORMATS
 from qtorch.dtypes import LowRankWeight
 from qtorch.kernels import record_kernels
@@ -222,7 +223,7 @@ def test_files(tmp_path: Path) -> None:
     for wrong in ({**tensors, "up": weight.up[:, 1:]}, {name: t for name, t in tensors.items() if name != "down"}):
         refuses("is damaged: (up of|down is missing)", lambda wrong=wrong: made("LowRankWeight", wrong, scheme, *rest))
     for name, format in SAVE_FORMATS.items():
-        if name != "transformers":  # which holds everything
+        if name not in ("transformers", "gguf"):  # the first holds everything, the second knows its models
             target = tmp_path / f"{name}{format.suffix}"
             of_model: Any = {"model.layers.0.mlp.up_proj.weight": model.weight}
             refuses(
@@ -231,6 +232,8 @@ def test_files(tmp_path: Path) -> None:
                     of_model, target, format=name
                 ),
             )
+
+    refuses("branch of low rank, which no type has", lambda: block_types.encode(weight, "Q4_0"))
 
 
 def test_a_model_of_transformers(tmp_path: Path) -> None:
