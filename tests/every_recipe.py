@@ -33,8 +33,8 @@ def is_of_users(cls: type[Recipe]) -> bool:
 
 
 K_TYPES = tuple(f"gguf_q{bits}_k" for bits in range(2, 7))
-OTHERS = ("block_sparse", *K_TYPES)
-"""Have tests of their own, the K types in tests/formats/gguf: they take few shapes."""
+OTHERS = ("block_sparse", "low_rank", *K_TYPES)
+"""Have tests of their own, the K types in tests/formats/gguf: they take few shapes, or other recipes."""
 
 NAMES = sorted(
     name

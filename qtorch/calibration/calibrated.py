@@ -18,34 +18,46 @@ from torch import Tensor, nn
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor, quantized_type
 from ..model.report import CalibrationReport, TransformReport
 from ..model.targets import Refused, Target
-from ..primitives import CodebookSpec, LinearSpec, QuantSpec, RotatedSpec
-from ..recipes.base import Calibrated, ExpertStatistics, WeightRecipe, register_recipe
+from ..primitives import LinearSpec, QuantSpec, RotatedSpec
+from ..recipes.base import Branch, Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from .data import Data
 from .engine import BlockLearner
 from .observers import Observer, observer_of
 from .rounding import AutoRound, FloatTarget, Gptq, Grid, Learnable, Nearest, Refinement, Rounding, ScaleSearch
-from .rounding.grid import damped, loss, saliency
+from .rounding.grid import damped, factor, loss, saliency
 from .statistics import Moments, NoInputs, SecondMoment, Statistic, Statistics
 from .transforms import Transform, run_transforms
+
+BRANCH_DAMPING = 0.01
+"""Of H, where it says which approximation of low rank is best."""
 
 
 @dataclass(frozen=True, eq=False)
 class RoundedMatrix:
-    """A matrix on a grid: `goal`, W or the float target W* (N, K) fp32, rounded for inputs of `moment` E[x x^T] (K, K),
-    which is None if the data did not use the matrix."""
+    """A matrix on a grid: `goal`, W or the float target W* (N, K) fp32, or what `branch` leaves of it, rounded for
+    inputs of `moment` E[x x^T] (K, K), which is None if the data did not use the matrix."""
 
     grid: Grid
     goal: Tensor
     moment: Tensor | None
     report: CalibrationReport
+    branch: Branch | None = None
 
     @classmethod
-    def nearest(cls, weight: Tensor, spec: QuantSpec | CodebookSpec, method: str) -> RoundedMatrix:
+    def nearest(cls, weight: Tensor, recipe: WeightRecipe, method: str) -> RoundedMatrix:
         """`weight` rounded to nearest without data, because of what `method` says."""
         report = CalibrationReport(method, 0, None, None, 0, 0)
-        if isinstance(spec, RotatedSpec):
-            weight, spec = spec.rotated(weight), spec.unrotated
-        return cls(Grid.of(weight, spec, weight.dtype), weight.float(), None, report)
+        spec = recipe.linear_spec().weight
+
+        def rounded(values: Tensor) -> tuple[Grid, Tensor]:
+            if isinstance(spec, RotatedSpec):
+                grid = Grid.of(spec.rotated(values), spec.unrotated, weight.dtype)
+                return grid, spec.rotated(grid.values())
+            grid = Grid.of(values, spec, weight.dtype)
+            return grid, grid.values()
+
+        grid, branch = recipe.fit(weight.float(), weight.dtype, None, rounded)
+        return cls(grid, weight.float(), None, report, branch)
 
     def best_values(self) -> Tensor:
         """(N, K): for each element the value that is best given all others, q_j + ((W - Q) H)_j / H_jj."""
@@ -174,8 +186,8 @@ class CalibratedRecipe(WeightRecipe):
             done or has to be undone.
 
     Raises:
-        ValueError: `learn` for a recipe that prunes weights; an observer for a recipe without static
-            activations, or with a scale of its own.
+        ValueError: `learn` for a recipe that prunes weights or has a branch of low rank; an observer for a
+            recipe without static activations, or with a scale of its own.
     """
 
     in_order: ClassVar[bool] = True
@@ -202,6 +214,8 @@ class CalibratedRecipe(WeightRecipe):
             raise ValueError(f"calibrated takes a recipe for inference such as int4_weight_only(), got {self.recipe}")
         if self.recipe.prunes and self.learn is not None:
             raise ValueError(f"calibrated: {self.recipe} prunes weights, which learn={self.learn} does not keep zero")
+        if self.branch_rank and self.learn is not None:
+            raise ValueError(f"calibrated: learn={self.learn} learns no branch of low rank, got {self.recipe}")
         if self.observer is not None:
             object.__setattr__(self, "observer", observer_of(self.observer, "calibrated"))
             if not self.lacks_scale:
@@ -213,6 +227,10 @@ class CalibratedRecipe(WeightRecipe):
 
     def linear_spec(self) -> LinearSpec:
         return self.recipe.linear_spec()
+
+    @property
+    def branch_rank(self) -> int:  # type: ignore[override]
+        return self.recipe.branch_rank
 
     @property
     def lacks_scale(self) -> bool:
@@ -294,7 +312,8 @@ class CalibratedRecipe(WeightRecipe):
         def quantized(grids: Sequence[Grid]) -> Tensor:
             made = [grid.quantized(spec) for grid in grids]
             whole: Any = made[0] if matrix.dim() == 2 else torch.cat([part.unsqueeze(0) for part in made])
-            return target.kind.from_matrix(whole if activation is None else activation.attached(whole), weight.shape)
+            whole = whole if activation is None else activation.attached(whole)
+            return target.kind.from_matrix(self.recipe.beside(whole, rounded[0].branch), weight.shape)
 
         def calibrated(parts: Sequence[RoundedMatrix], learnable: Learnable | None = None) -> Calibrated:
             report = combined_report([part.report for part in parts])
@@ -328,27 +347,37 @@ class CalibratedRecipe(WeightRecipe):
         if target is not None and isinstance(moments, Moments) and moments.cross is not None:
             residual = None if moments.residual is None else moments.residual.to(weight.device)
             goal = target.of(goal, moment, moments.cross.to(weight.device), residual)
+        root = factor(moment, few * BRANCH_DAMPING)[0] if self.recipe.branch_rank else None
+        turn = spec.rotated if isinstance(spec, RotatedSpec) else lambda values: values
         if isinstance(spec, RotatedSpec):
             # Codes are chosen for the rotated weight, which meets rotated inputs.
-            goal, moment, spec = spec.rotated(goal), spec.rotated(spec.rotated(moment).t()), spec.unrotated
-        mask = None if pruning is None else pruning(saliency(goal, moment))
-        grid = Grid.of(goal, spec, weight.dtype, moment.diagonal(), mask)
-        nearest = relative_loss(goal - grid.values(), moment, goal)
-        starts = [grid] if scales is None else scales.starts(goal, moment, grid)
-        found = []
-        for start in starts:
-            damping = rounding.round(goal, moment, start)
-            refined = damped(moment, damping) if self.refine else moment
-            for step in self.refine:
-                start = step.refine(goal, refined, start)
-            found.append(start)
-        grid = found[0] if len(found) == 1 else best_rows(goal, moment, found)
-        error = relative_loss(goal - grid.values(), moment, goal)
+            moment, spec = turn(turn(moment).t()), spec.unrotated
+        whole = turn(goal)
+        mask = None if pruning is None else pruning(saliency(whole, moment))
+        nearest = Grid.of(whole, spec, weight.dtype, moment.diagonal(), mask)
+        nearest_error = relative_loss(whole - nearest.values(), moment, whole)
+
+        def rounded(rest: Tensor) -> tuple[tuple[Grid, Tensor, float], Tensor]:
+            rest = turn(rest)
+            grid = nearest if not self.recipe.branch_rank else Grid.of(rest, spec, weight.dtype, moment.diagonal())
+            found, damping = [], 0.0
+            for start in [grid] if scales is None else scales.starts(rest, moment, grid):
+                damping = rounding.round(rest, moment, start)
+                refined = damped(moment, damping) if self.refine else moment
+                for step in self.refine:
+                    start = step.refine(rest, refined, start)
+                found.append(start)
+            grid = found[0] if len(found) == 1 else best_rows(rest, moment, found)
+            return (grid, rest, damping), turn(grid.values())
+
+        (grid, rest, damping), branch = self.recipe.fit(goal, weight.dtype, root, rounded)
+        error = relative_loss(rest - grid.values(), moment, whole)
         steps = [*([] if scales is None else [scales]), rounding, *self.refine]
-        method = " + ".join([*([] if pruning is None else ["prune"]), *(type(step).__name__.lower() for step in steps)])
+        before = [*([] if pruning is None else ["prune"]), *([] if branch is None else ["low rank"])]
+        method = " + ".join([*before, *(type(step).__name__.lower() for step in steps)])
         seconds = time.perf_counter() - begun
-        report = CalibrationReport(method, moments.rows, error, nearest, damping, seconds, inputs=weight.shape[1])
-        return RoundedMatrix(grid, goal, moment, report)
+        report = CalibrationReport(method, moments.rows, error, nearest_error, damping, seconds, inputs=weight.shape[1])
+        return RoundedMatrix(grid, rest, moment, report, branch)
 
     def _round(self, weight: Tensor, statistics: Statistics) -> RoundedMatrix:
         moments = statistics.get(self._moments)
@@ -358,4 +387,4 @@ class CalibratedRecipe(WeightRecipe):
         reason = no_inputs.reason if isinstance(no_inputs, NoInputs) else "not used by the data"
         if self.strict:
             raise ValueError(f"the weight cannot be calibrated: {reason}; leave out strict=True to round it to nearest")
-        return RoundedMatrix.nearest(self.recipe.prune(weight), self.linear_spec().weight, f"nearest: {reason}")
+        return RoundedMatrix.nearest(self.recipe.prune(weight), self.recipe, f"nearest: {reason}")

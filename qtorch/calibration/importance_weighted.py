@@ -47,7 +47,7 @@ class ImportanceWeighted(WeightRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         weight = self.linear_spec().weight
-        if not isinstance(weight, CodebookSpec) or weight.table is not None:
+        if not isinstance(weight, CodebookSpec) or weight.table is not None or self.recipe.branch_rank:
             raise ValueError(
                 f"importance_weighted takes a recipe whose tables are fitted by k-means, such as "
                 f"lut_weight_only(bits=3), got {self.recipe}"

@@ -13,12 +13,13 @@ from .factories import (
     to_affine_quantized_floatx, to_affine_quantized_floatx_static, to_affine_quantized_fpx, to_affine_quantized_intx,
     to_affine_quantized_intx_static, to_linear_activation_quantized, to_uintx,
 )  # fmt: skip
+from .low_rank_weight import LowRankWeight
 from .matrix_weight import MatrixWeight
 from .transposed_weight import PaddedWeight, TransposedWeight
 
 __all__ = [
-    "AffineQuantizedTensor", "BlockSparseLayout", "ConvWeight", "LUTQuantizedTensor", "Layout", "MatrixWeight",
-    "NF4Tensor", "PackedLayout", "PaddedWeight", "PlainLayout", "QuantizedTensor", "SemiSparseLayout",
+    "AffineQuantizedTensor", "BlockSparseLayout", "ConvWeight", "LUTQuantizedTensor", "Layout", "LowRankWeight",
+    "MatrixWeight", "NF4Tensor", "PackedLayout", "PaddedWeight", "PlainLayout", "QuantizedTensor", "SemiSparseLayout",
     "TensorCoreTiledLayout", "TransposedWeight", "UintxTensor", "deregister_aqt_quantized_linear_dispatch",
     "linear_nf4", "quantized_type", "register_aqt_quantized_linear_dispatch", "register_layout",
     "to_affine_quantized_floatx", "to_affine_quantized_floatx_static", "to_affine_quantized_fpx",

@@ -12,6 +12,7 @@ from torch.nn import functional
 from ..primitives.tracing import refuse_jit_trace, run_whole, starts_no_graph, transforms_active, unwrapped_subclass
 from . import dispatch, linear, transposed_weight
 from .base import QuantizedTensor
+from .low_rank_weight import LowRankWeight, matrix_beside
 
 aten = torch.ops.aten
 
@@ -123,6 +124,9 @@ def _embedding_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     if not isinstance(table, QuantizedTensor):
         raise TypeError(f"embedding takes plain indices and a quantized table, got {linear.kinds(ids, table)}")
+    if isinstance(table, LowRankWeight):
+        rows = functional.embedding(ids, table.up).float() @ table.down.float()
+        return _embedding(ids, matrix_beside(table)) + rows.to(table.scheme.dtype)
     linear.check_device("embedding", ids, table)
     kernel = linear.find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)
     if not torch.compiler.is_compiling():

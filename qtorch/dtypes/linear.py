@@ -24,6 +24,7 @@ from .base import QuantizedTensor
 from .copying import forms_of
 from .dispatch import autocasts, cast_for_product, implements_function
 from .factories import dispatches
+from .low_rank_weight import LowRankWeight, branch_of, matrix_beside
 from .parameter import HOW_TO_TRAIN
 from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_matrix
 
@@ -94,6 +95,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return y if bias is None else y + bias
     if isinstance(weight, PaddedWeight):
         return linear(functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
+    if isinstance(weight, LowRankWeight):
+        return linear(input, matrix_beside(weight), bias) + branch_of(input, weight)
     if input.dtype is not weight.scheme.dtype:
         check_dtype("linear", input, weight.scheme.dtype)
     check_device("linear", input, weight)

@@ -103,7 +103,7 @@ class MatrixWeight(QuantizedTensor):
         known: Any = own.get("_matrix")
         if known is not None:
             of_known = vars(known)
-            if all(of_known[name] is own[name] for name in self.tensor_names(own["scheme"])):
+            if all(of_known[name] is own[name] for name in known.tensor_names(of_known["scheme"])):
                 return known
         own["_matrix"] = made = self.new_matrix()
         return made

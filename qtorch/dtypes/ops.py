@@ -79,7 +79,8 @@ def check_copy(target: Tensor, source: Tensor) -> None:
     into = "a float tensor"
     if isinstance(target, QuantizedTensor):
         into = f"a weight quantized as {target.scheme.weight}"
-        if same_numbers(target.scheme.weight, source.scheme.weight):
+        ranks = {getattr(scheme, "rank", 0) for scheme in (target.scheme, source.scheme)}
+        if same_numbers(target.scheme.weight, source.scheme.weight) and len(ranks) == 1:
             return
     raise ValueError(
         f"copy_ of a weight quantized as {source.scheme.weight} into {into} would change its numbers or lose its "

@@ -25,7 +25,7 @@ from ..primitives import QDType, Scheme, from_json, slices, to_json
 from ..primitives.layouts import can_pack_bits, pack_codes, unpack_codes
 from ..primitives.layouts.base import check_layout
 from ..primitives.vector_codebook import VectorSpec, pack_vectors, unpack_vectors
-from . import base, matrix_weight
+from . import base, low_rank_weight, matrix_weight
 
 # Codes of 1, 2, 4 or 8 bits in int32 words along the last axis, as compressed-tensors stores them.
 #
@@ -76,7 +76,8 @@ Entry = dict[str, Any]
 """JSON data of one quantized tensor: its scheme, and the stored name of each of its parts."""
 
 PARTS = frozenset({"codes", "packed", "scale", "zero_point", "table", "act_scale", "act_zero_point"}) | {
-    *base.SCALES_OF_SCALES
+    *base.SCALES_OF_SCALES,
+    *low_rank_weight.BRANCH,
 }
 """The parts of a quantized tensor that can be stored."""
 

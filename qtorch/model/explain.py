@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import ConvWeight, PaddedWeight, QuantizedTensor, conv, embedding
+from ..dtypes import ConvWeight, LowRankWeight, PaddedWeight, QuantizedTensor, conv, embedding
 from ..kernels.registry import Problem, advice, candidates, choose
 from ..primitives.tracing import plain_name
 from .install import check_model
@@ -96,7 +96,7 @@ def problem_of(weight: QuantizedTensor, module: nn.Module | None, dtype: torch.d
     """The problem that is looked up for a weight of `module`."""
     if isinstance(weight, ConvWeight) or (isinstance(module, conv.CONVS) and weight.trains):
         return conv.conv_problem(weight.scheme, getattr(module, "groups", 1), dtype, device)
-    matrix: Any = weight.matrix if isinstance(weight, PaddedWeight) else weight
+    matrix: Any = weight.matrix if isinstance(weight, PaddedWeight | LowRankWeight) else weight
     if len(weight.scheme.shape) == 3 and not weight.trains:
         pattern = matrix.scheme.weight.granularity.pattern(3)
         # Matrices of experts are multiplied as (E, N, K): transposed if their blocks lie along K of (E, K, N).
@@ -114,8 +114,10 @@ def _explain_weight(name: str, weight: QuantizedTensor, x: Tensor | None, module
         device = x.device.type
         dtype = x.dtype if x.is_floating_point() else dtype
     problem = problem_of(weight, module, dtype, device)
-    of_windows = isinstance(weight, ConvWeight) and problem.op == "linear"
-    return explain_problem(problem, name, conv.WINDOWS_NOTE if of_windows else "")
+    remark = conv.WINDOWS_NOTE if isinstance(weight, ConvWeight) and problem.op == "linear" else ""
+    if isinstance(weight, LowRankWeight):
+        remark = f"beside a branch of rank {weight.scheme.rank} in {weight.up.dtype}"
+    return explain_problem(problem, name, remark)
 
 
 def explain_problem(problem: Problem, name: str = "", remark: str = "") -> Explanation:

@@ -26,6 +26,7 @@ from .integer import Int8DynamicActivationInt8Weight as int8_dynamic_activation_
 from .integer import Int8WeightOnly as int8_weight_only
 from .integer import IntxWeightOnly as intx_weight_only
 from .integer import UIntxWeightOnly as uintx_weight_only
+from .low_rank import LowRank as low_rank
 from .mx import Mxfp4DynamicActivationMxfp4Weight as mxfp4_dynamic_activation_mxfp4_weight
 from .mx import Mxfp4WeightOnly as mxfp4_weight_only
 from .mx import Mxfp6WeightOnly as mxfp6_weight_only
@@ -46,7 +47,7 @@ __all__ = [
     "fpx_weight_only", "gguf_iq4_nl", "gguf_q2_k", "gguf_q3_k", "gguf_q4_0", "gguf_q4_1", "gguf_q4_k", "gguf_q5_0",
     "gguf_q5_1", "gguf_q5_k", "gguf_q6_k", "gguf_q8_0", "int4_weight_only", "int8_dynamic_activation_int4_weight",
     "int8_dynamic_activation_int8_semi_sparse_weight", "int8_dynamic_activation_int8_weight",
-    "int8_static_activation_int8_weight", "int8_weight_only", "intx_weight_only", "lut_weight_only",
+    "int8_static_activation_int8_weight", "int8_weight_only", "intx_weight_only", "low_rank", "lut_weight_only",
     "mxfp4_dynamic_activation_mxfp4_weight", "mxfp4_weight_only", "mxfp6_weight_only",
     "mxfp8_dynamic_activation_mxfp8_weight", "mxfp8_weight_only", "nf4_weight_only",
     "nvfp4_dynamic_activation_nvfp4_weight", "nvfp4_weight_only", "uintx_weight_only", "vector_codebook_weight_only",

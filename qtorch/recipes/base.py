@@ -37,6 +37,10 @@ FOREIGN: dict[str, Callable[[Any], str]] = {}
 """Name of another package -> function that says what its configuration object is here, a clause of an error."""
 
 C = TypeVar("C", bound="type[Recipe]")
+T = TypeVar("T")
+
+Branch = tuple[Tensor, Tensor]
+"""(up, down) of a `LowRankWeight`: (N, R) and (R, K)."""
 
 
 ExpertStatistics = Mapping[int, "Statistics"]
@@ -63,6 +67,7 @@ class Recipe:
         in_order: weights are quantized in the order in which the model runs, each with the inputs that it meets in the
             model as quantized so far (see `blockwise`); otherwise all at once, with those of the float model.
         transforms: of the float weights of the whole model, before any is quantized; see `transform`.
+        branch_rank: of the branch beside the codes (`low_rank`), 0 without one.
     """
 
     name: ClassVar[str]
@@ -71,6 +76,7 @@ class Recipe:
     statistics: ClassVar[tuple[type, ...]] = ()
     in_order: ClassVar[bool] = False
     transforms: Sequence[Any] = ()
+    branch_rank: int = 0
 
     @property
     def quant_method(self) -> NoReturn:
@@ -129,6 +135,9 @@ class Recipe:
         if kind.held is None or nn.parameter.is_lazy(target.parameter):
             self.check(target.parameter)
             return
+        if self.branch_rank:
+            what = "a convolution" if kind.is_conv else "a module that stores (inputs, outputs)"
+            raise ValueError(f"is the weight of {what}, beside which there is no branch of low rank; leave it out")
         shape, matrix = tuple(target.parameter.shape), kind.view(target.parameter.detach())
         try:
             self.check(matrix)
@@ -249,6 +258,21 @@ class WeightRecipe(Recipe):
         """`weight` with zeros for the elements that the recipe prunes before it quantizes; differentiable."""
         return torch.where(self.kept(weight.detach().float().square()), weight, 0) if self.prunes else weight
 
+    def fit(
+        self, weight: Tensor, dtype: torch.dtype, root: Tensor | None, rounded: Callable[[Tensor], tuple[T, Tensor]]
+    ) -> tuple[T, Branch | None]:
+        """What is made of W (N, K) fp32, of the logical dtype `dtype`, and the branch beside it: see `low_rank`.
+
+        Args:
+            root: lower triangular L (K, K), L L^T = E[x x^T], that says which error counts; None for the identity.
+            rounded: (N, K) fp32 -> what is made of it, and its values in fp32.
+        """
+        return rounded(weight)[0], None
+
+    def beside(self, made: Tensor, branch: Branch | None) -> Tensor:
+        """The weight that has the codes `made`, and the branch of `fit`."""
+        return made
+
     def act_scale(self, device: torch.device) -> Tensor | None:
         """The scale of a static activation, (1, 1) fp32, or None: there is no such activation, or data has to tell."""
         return None
@@ -297,7 +321,8 @@ class WeightRecipe(Recipe):
         made, spec, act_scale = weight.scheme.spec, self.linear_spec(), self.act_scale(weight.device)
         same_layout = spec.layout is None or spec.layout == made.layout
         same_scale = act_scale is None or torch.equal(act_scale, weight.act_scale)  # type: ignore[attr-defined]
-        return replace(spec, layout=made.layout) == made and same_layout and same_scale
+        same_rank = getattr(weight.scheme, "rank", 0) == self.branch_rank
+        return replace(spec, layout=made.layout) == made and same_layout and same_scale and same_rank
 
 
 def register_recipe(name: str) -> Callable[[C], C]:

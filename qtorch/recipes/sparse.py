@@ -40,7 +40,7 @@ class BlockSparse(WeightRecipe):
     block_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.recipe.prunes or self.recipe.in_order:
+        if self.recipe.prunes or self.recipe.in_order or self.recipe.branch_rank:
             raise ValueError(f"block_sparse takes int8_dynamic_activation_int8_weight() or its like, got {self.recipe}")
         if self.recipe.linear_spec().static:
             raise ValueError(f"block_sparse: {self.recipe} has a static activation, which it does not take")

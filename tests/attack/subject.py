@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from qtorch import block_sparse, int8_dynamic_activation_int8_weight, quantize_
+from qtorch import block_sparse, int4_weight_only, int8_dynamic_activation_int8_weight, low_rank, quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.model.install import PreparedModule
 from qtorch.primitives.codebooks import CodebookSpec
@@ -117,6 +117,8 @@ class Subject:
         assert isinstance(weight, QuantizedTensor)
         assert isinstance(self.recipe, WeightRecipe)
         spec = self.recipe.linear_spec()
+        if self.recipe.branch_rank:
+            return "low-rank branch"
         if isinstance(self.recipe, BlockSparse):
             return "sparse in blocks"
         if self.recipe.prunes:
@@ -131,11 +133,12 @@ class Subject:
 SUBJECTS = [
     *(Subject(name, every_recipe.make(name, 32)) for name in every_recipe.NAMES),
     Subject("block_sparse", block_sparse(int8_dynamic_activation_int8_weight(), 0.5, block_size=16)),
+    Subject("low_rank", low_rank(int4_weight_only(group_size=32), rank=4)),
     *(Subject(name, training_recipes.make(name)) for name in [*training_recipes.NAMES, *training_recipes.VARIANTS]),
 ]
 
 FEW = ("int8_weight_only", "int4_weight_only", "nf4_weight_only", "int8_dynamic_activation_int8_weight")
 FEW += ("int8_static_activation_int8_weight", "int8_dynamic_activation_int8_semi_sparse_weight", "block_sparse")
-FEW += ("qat", "lsq")
+FEW += ("low_rank", "qat", "lsq")
 FEW += ("int8_mixed_precision_training", "int8_weight_only_quantized_training")
 """One or two of each family, for operations that take seconds."""

@@ -53,6 +53,7 @@ GOLDEN: dict[str, Recipe] = {
     "lut_3_bits": qtorch.lut_weight_only(3),
     "vector_codebook": qtorch.vector_codebook_weight_only(),
     "block_sparse": qtorch.block_sparse(qtorch.int8_dynamic_activation_int8_weight(), 0.5, block_size=16),
+    "low_rank": qtorch.low_rank(qtorch.intx_weight_only("int3", group_size=32), rank=4),
     "conv_int8_dynamic_activation_int8_weight": qtorch.int8_dynamic_activation_int8_weight(),
     "conv_int4_weight_only": qtorch.int4_weight_only(group_size=32),
 }

@@ -194,12 +194,14 @@ def _forms(name: str, recipe: Any, family: str, of_conv: Any = None) -> list[Kin
 def _kinds() -> list[Kind]:
     tiled = int4_weight_only(32, qtorch.ZeroPointDomain.FLOAT, layout=qtorch.TensorCoreTiledLayout())
     sparse = qtorch.block_sparse(int8_dynamic_activation_int8_weight(), 0.5, block_size=16)
+    beside = qtorch.low_rank(INT4, rank=4)
     recipes = {name: every_recipe.make(name, 32) for name in every_recipe.NAMES}
     found = [Kind(name, FROZEN, linear(recipe), rows_of, recipe=recipe) for name, recipe in recipes.items()]
     found += [
         Kind("int4, a byte each", LAYOUT, _of_spec(INT4_ROWS), rows_of),
         Kind("int4, TensorCoreTiledLayout", LAYOUT, linear(tiled), rows_of, recipe=tiled),
         Kind("block_sparse", LAYOUT, linear(sparse), rows_of, (64, 80), recipe=sparse),
+        Kind("low_rank", LAYOUT, linear(beside), rows_of, recipe=beside),
         Kind("int4, last group padded", LAYOUT, linear(Padded(INT4, 24), 40), functools.partial(normal, 8, 40)),
     ]
     of_conv = int4_weight_only(group_size=24)

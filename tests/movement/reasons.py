@@ -34,6 +34,11 @@ REASONS = {
         r"TensorCoreTiledLayout.* cannot be sharded along its first axis",
         "Tiles of several rows are not gathered; FSDP2 shards such a weight in another layout.",
     ),
+    "factors": Reason(
+        r"differ in their down, so that they cannot be gathered along its rows",
+        "A shard of the columns has columns of `down`, a factor of the branch of low rank, and DTensor gathers rows; "
+        "cut along the outputs.",
+    ),
     "scales of scales": Reason(
         r"would not change that tensor: its scales are quantized, or its codes packed, with the rest",
         "Shards have the scales of NF4 and NVFP4 in fp32, tiles and sparse blocks in a plain layout, and one process "

@@ -221,8 +221,9 @@ def _score(
 ) -> float:
     if candidate is None or not found:
         return 0.0
-    if rounding is not None and candidate.prunes:
-        raise ValueError(f"allocate: {candidate} prunes weights, which rounding={rounding} does not; leave it out")
+    if rounding is not None and (candidate.prunes or candidate.branch_rank):
+        what = "prunes weights" if candidate.prunes else "has a branch of low rank"
+        raise ValueError(f"allocate: {candidate} {what}, which rounding={rounding} does not; leave it out")
     weight, kind = item.matrix, activation_error(candidate)
     whole = None if rounding is not None else _nearest(candidate, weight)
     total = sum(of_one[SecondMoment].rows for of_one in found.values())

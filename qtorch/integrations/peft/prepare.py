@@ -16,6 +16,7 @@ from ...calibration.rounding.grid import factor
 from ...calibration.statistics import SecondMoment
 from ...dtypes import QuantizedTensor
 from ...model.install import check_model
+from ...primitives.low_rank import low_rank_factors
 from .adapter_layers import OnQuantized, adapt_model, floats, replace_parameters, requantized
 from .expert_adapters import is_swapped
 from .merged_codes import train_through_codes
@@ -191,43 +192,26 @@ def _set_factors(layer: Any, adapter: str, error: Tensor, root: Tensor | None) -
     """Set A and B of a layer to the decomposition of `error`, and return s B A in the shape of the weight."""
     rank, scaling = layer.r[adapter], layer.scaling[adapter]
     if isinstance(layer, Embedding):
-        left, right = _decompose(error.T, rank)
+        left, right = low_rank_factors(error.T, rank)
         a, b = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
         stored, delta = (right, left), (left @ right).T
     else:
         a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         if isinstance(layer, _ConvNd):
-            left, right = _decompose(error.flatten(1), rank)
+            left, right = low_rank_factors(error.flatten(1), rank)
             stored, delta = (right.reshape(a.shape), left.reshape(b.shape)), (left @ right).reshape(error.shape)
         elif isinstance(layer, ParamWrapper) and error.dim() == 3:
-            left, right = _decompose(error, rank)
+            left, right = low_rank_factors(error, rank)
             # (E, R, K) and (E, N, R): as `ParamWrapper.get_delta_factors` reads them.
             of_a, of_b = (right, left) if is_swapped(layer) else (left.mT, right.mT)
             stored, delta = (of_a.reshape(a.shape), of_b.permute(1, 2, 0).reshape(b.shape)), left @ right
         else:
             matrix = error.T if layer.fan_in_fan_out else error
-            left, right = _decompose(matrix, rank, root)
+            left, right = low_rank_factors(matrix, rank, root)
             stored, delta = (right, left), (left @ right).T if layer.fan_in_fan_out else left @ right
     a.copy_(stored[0] / scaling**0.5)
     b.copy_(stored[1] / scaling**0.5)
     return delta
-
-
-def _decompose(error: Tensor, rank: int, root: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(left, right), (..., M, R) and (..., R, N), whose product is the best of that rank, for inputs with E[x x^T] = L
-    L^T if the lower triangular `root` L is given; zeros beyond min(M, N)."""
-    if root is not None:
-        root = root.to(error.device)
-    u, s, v = torch.linalg.svd(error if root is None else error @ root, full_matrices=False)
-    values = s[..., :rank].sqrt()
-    left, right = u[..., :rank] * values.unsqueeze(-2), values.unsqueeze(-1) * v[..., :rank, :]
-    if root is not None:
-        right = torch.linalg.solve_triangular(root, right, upper=False, left=False)
-    missing = rank - values.shape[-1]
-    if missing > 0:
-        left = nn.functional.pad(left, (0, missing))
-        right = nn.functional.pad(right, (0, 0, 0, missing))
-    return left, right
 
 
 def _parameter_name(layer: Any) -> str:

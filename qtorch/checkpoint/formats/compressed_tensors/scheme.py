@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ....dtypes import ConvWeight, PackedLayout, PaddedWeight, QuantizedTensor, TransposedWeight
+from ....dtypes import ConvWeight, LowRankWeight, PackedLayout, PaddedWeight, QuantizedTensor, TransposedWeight
 from ....primitives import CodebookSpec, LinearSpec, MappingType, QuantSpec, ZeroPointDomain
 from ....primitives.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from ....primitives.qdtype import qdtype
@@ -142,6 +142,8 @@ def args_of(tensor: QuantizedTensor) -> tuple[Args, Args | None]:
     """How the weight and the input of a quantized matrix are described."""
     if isinstance(tensor, ConvWeight):
         raise ValueError("is the weight of a convolution; the schemes are for linear layers and embeddings")
+    if isinstance(tensor, LowRankWeight):
+        raise ValueError("has a branch of low rank, which no scheme has; save_quantized(model, path) keeps it")
     if isinstance(tensor, PaddedWeight):
         how = "stored as (inputs, outputs)" if isinstance(tensor, TransposedWeight) else "held with a padded last group"
         raise ValueError(f"is {how}; the schemes are for weights (outputs, inputs) that groups divide")

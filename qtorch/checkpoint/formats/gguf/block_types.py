@@ -294,6 +294,8 @@ def _blocks(tensor: QuantizedTensor, name: str, codes: Tensor, others: dict[str,
     """`encode` of a tensor with these codes and scales, which take long to unpack."""
     kind, spec, shape = ENCODED[name], tensor.scheme.weight, tuple(tensor.shape)
     row = kind.row_bytes(shape)
+    if "up" in others:
+        raise ValueError("it has a branch of low rank, which no type has; save_quantized(model, path) keeps it")
     if _numbers(spec) != _numbers(kind.spec) or tuple(codes.shape) != shape:
         raise ValueError(f"{name} has other numbers than {spec}")
     if not codes.numel():

@@ -102,6 +102,8 @@ def check_inference_recipe(recipe: Any, name: str) -> None:
     """Raise `TypeError` unless `recipe` is a recipe for inference. `name` is that of the caller, for the message."""
     if not isinstance(recipe, WeightRecipe) or recipe.trains:
         raise TypeError(f"{name} takes an inference recipe such as int4_weight_only(), got {recipe!r}")
+    if recipe.branch_rank:
+        raise TypeError(f"{name} trains no branch of low rank, got {recipe!r}; give it the inner recipe")
     if recipe.data is not None:
         raise TypeError(
             f"{name} learns from training and takes a recipe without data, got {recipe!r}; give it the inner recipe"
