@@ -50,7 +50,7 @@ def mutate(name: str, old: str, new: str) -> None:
     for function in gc.get_objects():
         if isinstance(function, FunctionType) and function.__code__.co_filename == str(path):
             function.__code__ = changed.get(function.__code__, function.__code__)
-    if f"\n{old}" in text:
+    if not old.startswith(" ") and f"\n{old}" in text:
         exec(new, vars(sys.modules[".".join(("qtorch", *Path(name).with_suffix("").parts))]))
     elif not changed:
         raise SystemExit(f"{name}: no function has {old}")
@@ -62,16 +62,19 @@ class Forks:
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows, self.outcomes = rows, ["no test"] * len(rows)
-        self.ends = os.pipe()
+        self.ends, self.shown = os.pipe(), os.dup(1)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self.outcomes = [self._fork(session, row) for row in self.rows]
+        for index, row in enumerate(self.rows):
+            self.outcomes[index] = self._fork(session, row)
+            os.write(self.shown, f"{self.outcomes[index]:8}  {row[0]}: {row[1]}  ->  {row[2]}\n".encode())
         os.write(self.ends[1], b"\n")
         failed = set(os.read(self.ends[0], 1 << 20).decode().split("\n"))
         session.items = [item for item in session.items if item.nodeid in failed]
         if self._fork(session, None) != "survived":
             self.outcomes = ["fails without a mutant"] * len(self.rows)
+            os.write(self.shown, b"... which fail without a mutant, too\n")
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -103,9 +106,9 @@ def outcomes(group: tuple[str, list[Row]]) -> list[str]:
     """Those of the mutants of one command line."""
     tests, rows = group
     os.chdir(ROOT)
+    forks = Forks(rows)
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    forks = Forks(rows)
     pytest.main([*tests.split(), "-n0", "-x", "-q", "-p", "no:cacheprovider"], [forks])
     return forks.outcomes
 
@@ -132,7 +135,6 @@ def main() -> None:
         for (_, rows), results in zip(groups, pool.imap(outcomes, groups), strict=True):
             for row, result in zip(rows, results, strict=True):
                 row[3:] = [result]
-                print(f"{result:8}  {row[0]}: {row[1]}  ->  {row[2]}", flush=True)
             found += results
             if arguments.write:
                 MUTANTS.write_text(as_text(mutants))

@@ -126,6 +126,7 @@ def test_error_texts() -> None:
         "does not divide": lambda: PerGroup(32).block((4, 48)),
         "larger than the axis": lambda: PerBlock((8, 8)).block((4, 8)),
         "too many axes": lambda: PerBlock((2, 2)).block((4,)),
+        "without elements": lambda: resolve_block((0, 4), (4, 4)),
         "wrong rank": lambda: resolve_block((1, 4), (4,)),
         "no such axis": lambda: PerAxis(2).block((4, 4)),
         "zero-dimensional": lambda: PerAxis(0).block(()),
@@ -142,6 +143,7 @@ def test_error_texts() -> None:
 does not divide: block_size (1, 32) does not divide shape (4, 48): 48 % 32 along axis 1
 larger than the axis: block_size (8, 8) does not divide shape (4, 8): 4 % 8 along axis 0
 too many axes: PerBlock(2, 2) needs 2 axes, the tensor has 1
+without elements: block_size (0, 4) does not divide shape (4, 4): 4 % 0 along axis 0
 wrong rank: block_size (1, 4) has 2 axes, the tensor has shape (4,)
 no such axis: PerAxis(2) does not exist on a tensor of 2 dimensions
 zero-dimensional: PerAxis(0) does not exist on a tensor of 0 dimensions
