@@ -28,13 +28,13 @@ from qtorch.checkpoint.formats.gguf.block_types import type_of
 from qtorch.checkpoint.save_folder import SAVE_FORMATS
 from qtorch.dtypes import QuantizedTensor
 from tests.attack.readers import FOLDERS, SHAPES
-from tests.every_recipe import NAMES, OTHERS, make
+from tests.every_recipe import K_TYPES, NAMES, make
 from tests.formats.folders import Layer
 
 PAGE = Path(__file__).parents[2] / "docs/reference/conversions.md"
 EXACT = "exact"
 TARGETS = ("qtorch", *sorted(SAVE_FORMATS))
-RECIPES = (*NAMES, *(name for name in OTHERS if name != "block_sparse"))
+RECIPES = (*NAMES, *K_TYPES)
 HEAD = """# Conversions
 
 Made by `python -m tests.formats.test_conversions`, which writes every format and reads it again. "exact": every weight
