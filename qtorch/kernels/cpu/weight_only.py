@@ -13,7 +13,9 @@ at once, which checks the input and little else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +24,8 @@ from torch.nn import functional
 
 from ...primitives.codebooks import CodebookSpec
 from ...primitives.qdtype import qdtype
-from ...primitives.spec import QuantSpec
+from ...primitives.spec import Scheme
+from ..config import generation
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear.lut_weight_only import lut_weight_mm
 from ..linear.scaled import INTEGERS
@@ -30,7 +33,7 @@ from ..linear.vector_codebook import rotated_input
 from ..linear.weight_only import packed_weight_mm
 from ..ops.quantize import error_norms
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
-from ..registry import Problem, from_rows, needs_floats, to_rows
+from ..registry import Problem, choose, from_rows, needs_floats, to_rows
 from . import variants, weight
 from .code_values import FLOATS, TABLE, QuantizedScales, tensors_of_scales
 from .compiled_library import TYPES, Library, threads
@@ -257,20 +260,24 @@ class Dequantized(NamedTuple):
         return out
 
 
+@functools.lru_cache(maxsize=1024)
+def _weight_only_kernel(scheme: Scheme, dtype: torch.dtype, _generation: int) -> str:
+    """The kernel that multiplies floats with the codes of a weight."""
+    spec = replace(scheme.spec, activation=None, static=False)
+    return choose(Problem("linear", replace(scheme, spec=spec), dtype, "cpu")).name
+
+
 @implement("error_norms", "cpu")
 def _error_norms(floats: Tensor, quantized: Any) -> Tensor:
     """See `error_norms`: a row at a time, while it is in the cache."""
-    scheme, of_weight = quantized.scheme, quantized.scheme.weight
-    is_table = type(of_weight) is CodebookSpec
-    problem = Problem("linear", scheme, floats.dtype, "cpu")
-    reason = _supports_table(problem) if is_table else supports(problem)
-    known = is_table or (type(of_weight) is QuantSpec and of_weight.dtype.name in (*INTEGERS, *FLOATS))
-    stored = None
-    if known and not reason and scheme.layout.name in ("plain", "packed") and scheme.dtype in TYPES:
+    scheme, stored = quantized.scheme, None
+    kernel = _weight_only_kernel(scheme, floats.dtype, generation.number)
+    if kernel in ("cpu_weight_only_mm", "cpu_lut_mm") and scheme.dtype in TYPES:
         (n, k), (packed, dtype, low, high, domain) = scheme.shape, weight.form(scheme)
         about = n, k, dtype, packed, domain, (low + high + 1) / 2
         # Held until the call: the struct has their addresses.
-        scale, third = quantized.dense_scale(), quantized.table if is_table else quantized.dense_zero_point()
+        scale = quantized.dense_scale()
+        third = quantized.table if kernel == "cpu_lut_mm" else quantized.dense_zero_point()
         stored = CompiledWeight(quantized.qdata, scale, third, *about)
     compiled = None if stored is None else stored.compiled
     if stored is None or compiled is None:
