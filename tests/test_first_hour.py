@@ -363,6 +363,7 @@ def test_arguments_of_another_type(name: str) -> None:
         **training_recipes.ARGUMENTS,
         "block_sparse": (qtorch.int8_dynamic_activation_int8_weight(),),
         "calibrated": (INT8, []),
+        "low_rank": (INT8,),
         "importance_weighted": (qtorch.lut_weight_only(bits=3), []),
         "padded": (INT8, 1),
     }
