@@ -13,7 +13,10 @@ from qtorch import int4_weight_only, int8_weight_only, lut_weight_only, quantize
 from qtorch.dtypes import MatrixWeight, QuantizedTensor, base, copying
 from qtorch.primitives.layouts.base import check_inner_tensors
 from qtorch.recipes.base import Recipe, WeightRecipe
-from qtorch.training import TrainingWeight, bitnet_training, int8_mixed_precision_training, qat
+from qtorch.training import TrainingWeight, bitnet_training, int8_mixed_precision_training, qat, switchback_training
+from qtorch.training.engine.operand import quantize_operand
+from qtorch.training.weights.base import TrainingScheme
+from qtorch.training.weights.gathered import GatheredWeight
 from tests.attack import battery, pickles
 from tests.every_recipe import NAMES, make
 from tests.movement.holding import through_file
@@ -137,6 +140,10 @@ def test_forms_are_those_of_what_layouts_pack(name: str) -> None:
 def _one_of_each() -> dict[str, QuantizedTensor]:
     """A tensor of each class with each set of inner tensors."""
     weights = {kind.name: kind.make().weight.detach() for kind in KINDS}  # type: ignore[operator,union-attr]
+    training = switchback_training().training_spec()
+    codes = quantize_operand(torch.randn(64, 128), training.output.rhs)
+    scheme = TrainingScheme(training, (64, 128), torch.float32)
+    weights["gathered"] = GatheredWeight({"qdata": codes.values, "scale": codes.scale}, scheme)
     found = {(type(w), *w.inner_tensors): name for name, w in weights.items() if isinstance(w, QuantizedTensor)}
     return {name: weights[name] for name in found.values()}
 
