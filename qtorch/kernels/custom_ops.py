@@ -171,8 +171,8 @@ def _readable(name: str, args: tuple[Any, ...], first: int = 0) -> tuple[Any, ..
 
 def _check_memory(name: str, *args: Any) -> None:
     """Raise `NotImplementedError` for a DTensor, which has no memory of its own."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and any(isinstance(arg, module.DTensor) for arg in args):
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be importing it
+    if kind is not None and any(isinstance(arg, kind) for arg in args):
         raise NotImplementedError(
             f"{name} takes plain tensors, got a DTensor: this layer cannot be parallelized by the styles of torch "
             "while it trains; take those of qtorch.integrations.tensor_parallel, convert() the model first, or train "

@@ -111,8 +111,8 @@ def _states(module: nn.Module) -> list[list[partial[Any]]]:
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor; the package that defines them is not imported for that."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be importing it
+    return kind is not None and isinstance(tensor, kind)
 
 
 class PreparedModule(nn.Module):
