@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,20 @@ from torch import Tensor
 from torch.nn import functional
 
 import qtorch
-from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerBlock, PerGroup, QuantSpec, TensorCoreTiledLayout
+from qtorch import (
+    AffineQuantizedTensor,
+    LinearSpec,
+    MappingType,
+    PackedLayout,
+    PerAxis,
+    PerBlock,
+    PerGroup,
+    PerRow,
+    PerTensor,
+    PlainLayout,
+    QuantSpec,
+    TensorCoreTiledLayout,
+)  # fmt: skip
 from qtorch.kernels import FallbackError, deregister, int_matmul, lookup, record_kernels, register
 from qtorch.kernels.custom_ops import _opaque, by_device, implement, implementations, note, opaque, portable
 from qtorch.kernels.registry import Problem, candidates, choose
@@ -324,3 +338,18 @@ def test_kernels_do_not_compare_layouts_by_name():
         if path.name != "registry.py" and "layout.name" in path.read_text()
     ]
     assert not wrong
+
+
+LAYOUTS = [("int8", PlainLayout()), ("int4", PlainLayout()), ("int4", PackedLayout()), ("float8_e4m3fn", PlainLayout())]
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerRow(), PerAxis(1), PerGroup(1)], ids=str)
+def test_one_kernel_takes_a_row_or_a_column(granularity):
+    """One scale is that of a row, of a column and of the tensor; the choice is not open, and its product is right."""
+    for (kind, layout), shape in itertools.product(LAYOUTS, [(67, 1), (1, 67), (1, 1), (2, 1)]):
+        spec = LinearSpec(QuantSpec(kind, granularity), layout=layout)
+        weight = AffineQuantizedTensor.from_float(torch.randn(shape), spec)
+        for matrix in (weight, weight.t()):
+            x = torch.randn(3, matrix.shape[1])
+            wanted = functional.linear(x, matrix.dequantize())
+            torch.testing.assert_close(functional.linear(x, matrix), wanted, rtol=1e-5, atol=1e-5)

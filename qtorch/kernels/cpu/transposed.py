@@ -65,7 +65,8 @@ def _supports(problem: Problem) -> str | None:
         return reason
     (k, n), (groups, columns) = scheme.shape, scheme.weight.scale_shape(scheme.shape)
     axis, of_weight = scheme.layout.packed_axis, scheme.weight
-    if axis == -1 or not k or not n or columns != n or k % groups or (axis is None and groups == k):
+    of_rows = axis is None and (groups == k or groups == n == 1)
+    if axis == -1 or not k or not n or columns != n or k % groups or of_rows:
         return "takes the transpose of a weight with scales per row or group of a row"
     if isinstance(of_weight, CodebookSpec) and of_weight.table is None and groups > 1:
         return f"takes one table, or one for each row of the weight, it has {of_weight.granularity}"
