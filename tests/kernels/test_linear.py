@@ -1,5 +1,6 @@
 """Which kernel of `linear` runs for a scheme, and its error; the semi-sparse layout. test_every_kernel.py has more."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from qtorch import AffineQuantizedTensor, MappingType, PerBlock, PerGroup, PerRo
 from qtorch import SemiSparseLayout as SemiSparse
 from qtorch.kernels import features, record_kernels
 from qtorch.kernels.linear import reference
+from qtorch.kernels.ops.int8_grouped_mm import int8_sums
 from qtorch.kernels.ops.weight_only_mm import slice_length
 from qtorch.primitives import LinearSpec, ZeroPointDomain, compute_error, prune_2_4
 from tests.kernels.quantized_weights import ASYMMETRIC_TOKEN, TOKEN
@@ -228,3 +230,16 @@ def test_on_cuda(spec, activation, m, n, k, dtype):
         assert compute_error(expected, y) > 38
     grad = torch.randn(m, n, dtype=dtype).cuda()
     assert compute_error(grad.float() @ sparse.dequantize(torch.float32), grad @ sparse.with_activation(None)) > 38
+
+
+def test_sums_of_codes_less_zero_points():
+    """Both sides may have zero points; those of unsigned codes are shifted with the codes."""
+    xq, xz = torch.randint(-128, 128, (3, 40), dtype=torch.int8), torch.tensor([[-128], [5], [127]], dtype=torch.int32)
+    for kind, low in ((torch.int8, -128), (torch.uint8, 0)):
+        wq, wz = (
+            torch.randint(low, low + 256, (4, 40)).to(kind),
+            torch.randint(low, low + 256, (4, 1), dtype=torch.int32),
+        )
+        for of_x, of_w in itertools.product((None, xz), (None, wz)):
+            x, w = (q.long() - (0 if z is None else z.long()) for q, z in ((xq, of_x), (wq, of_w)))
+            assert torch.equal(int8_sums(xq, of_x, wq, of_w).long(), x @ w.t())

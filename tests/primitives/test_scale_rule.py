@@ -7,7 +7,7 @@ from torch import Tensor
 from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives import AbsMaxRule, AbsMeanRule, FixedRangeRule, HQQRule, MinMaxRule, MSERule, compute_error
 from qtorch.primitives.granularity import BlockView, Granularity
-from qtorch.primitives.scale_rules import PercentileRule, PowerMeanRule, ScaleRule
+from qtorch.primitives.scale_rules import LSQRule, PercentileRule, PowerMeanRule, ScaleRule
 from tests import rounding
 from tests.refusals import refuses
 
@@ -197,3 +197,17 @@ REFUSED = [
         "takes integer codes, got float8",
     ),
 ]
+
+
+def test_ranges_by_hand():
+    """Zeros are no part of a power mean; the codes above that of zero count for LSQ; a search ends at its smallest."""
+    x = torch.tensor([[0.0, 3.0, 0.0, -1.0]])
+    assert PowerMeanRule(1.0, 1.5).min_max(x, QuantSpec("int8", PerRow()))[1].item() == 3.0
+    codes_above_zero, mean = 7, 1.0
+    high = LSQRule().min_max(x, QuantSpec("uint4", PerRow(), MappingType.ASYMMETRIC))[1]
+    torch.testing.assert_close(high, torch.tensor([[2 * mean / codes_above_zero**0.5 * 7.5]]))
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    spec = QuantSpec("int2", PerRow())
+    found = MSERule(steps=2, smallest=0.5).min_max(x, spec)[1] / MinMaxRule().min_max(x, spec)[1]
+    assert 0.5 in found
+    assert set(found.flatten().tolist()) <= {0.5, 1.0}

@@ -186,3 +186,14 @@ def test_floats_that_do_not_fit(change, message):
     given = {**given, "mask": None, "sinks": None, **change}
     with pytest.raises(ValueError, match=message):
         float_attention(*given.values(), 1.0, 0.0, False)
+
+
+def test_few_causal_rows_and_capped_scores():
+    """The last row sees all tokens, the one before it all but the last; in torch operators."""
+    query, keys = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8)
+    seen = torch.ones(3, 5, dtype=torch.bool).tril(2)
+    for cap in (0.0, 0.5):
+        scores = (query @ keys.mT) * 0.3
+        scores = cap * (scores / cap).tanh() if cap else scores
+        wanted = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ keys
+        torch.testing.assert_close(attend(query, keys, keys, None, None, 0.3, cap, True), wanted)
