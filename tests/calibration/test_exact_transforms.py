@@ -330,3 +330,18 @@ def test_rotation_spreads_outliers_of_the_residual_stream() -> None:
             errors.append(float((quantized(x) - model(x)).norm() / model(x).norm()))
     assert 0 < errors[1] < 0.9 * errors[0]
     assert 0 < errors[2] < 0.9 * errors[0]
+
+
+def test_smooth_divides_by_its_equation() -> None:
+    """s = max |x|^alpha / max |w|^(1 - alpha), up to a factor (SmoothQuant, arXiv 2211.10438, equation 4)."""
+    model = nn.Sequential(nn.LayerNorm(16, bias=False), nn.Linear(16, 8))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.logspace(0, 2, 16))
+    before, data = copy.deepcopy(model), [torch.randn(32, 16) for _ in range(2)]
+    recipe = qtorch.int8_dynamic_activation_int8_weight()
+    report = quantize_(model, calibrated(recipe, data, transforms=[smooth(alphas=(0.25,))]))
+    assert report.transforms[0].action == "scaled"
+    x = torch.cat([before[0](batch) for batch in data]).abs().amax(0)
+    equation = x**0.25 / before[1].weight.abs().amax(0) ** 0.75
+    quotient = before[0].weight / model[0].weight / equation
+    torch.testing.assert_close(quotient, quotient.mean().expand(16), rtol=1e-5, atol=0)
