@@ -47,17 +47,11 @@ class RoundedMatrix:
     def nearest(cls, weight: Tensor, recipe: WeightRecipe, method: str) -> RoundedMatrix:
         """`weight` rounded to nearest without data, because of what `method` says."""
         report = CalibrationReport(method, 0, None, None, 0, 0)
-        spec = recipe.linear_spec().weight
-
-        def rounded(values: Tensor) -> tuple[Grid, Tensor]:
-            if isinstance(spec, RotatedSpec):
-                grid = Grid.of(spec.rotated(values), spec.unrotated, weight.dtype)
-                return grid, spec.rotated(grid.values())
-            grid = Grid.of(values, spec, weight.dtype)
-            return grid, grid.values()
-
-        grid, branch = recipe.fit(weight.float(), weight.dtype, None, rounded)
-        return cls(grid, weight.float(), None, report, branch)
+        turned, spec = without_rotation(recipe.linear_spec().weight)
+        rounded = lambda rest: Grid.of(turned(rest), spec, weight.dtype)  # noqa: E731
+        values = lambda grid: turned(grid.values())  # noqa: E731
+        grid, branch = recipe.fit(weight.float(), weight.dtype, None, rounded, values)
+        return cls(grid, turned(weight.float()), None, report, branch)
 
     def best_values(self) -> Tensor:
         """(N, K): for each element the value that is best given all others, q_j + ((W - Q) H)_j / H_jj."""
@@ -72,6 +66,12 @@ class RoundedMatrix:
         error = None if self.moment is None else relative_loss(self.goal - grid.values(), self.moment, self.goal)
         report = replace(self.report, method=f"{self.report.method} + {method}", error=error)
         return replace(self, grid=grid, report=report)
+
+
+def without_rotation(spec: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """The rotation of a matrix before it is quantized, which undoes itself, and the spec of what it gives; the identity
+    and `spec` where there is none."""
+    return (spec.rotated, spec.unrotated) if isinstance(spec, RotatedSpec) else (lambda matrix: matrix, spec)
 
 
 def best_rows(goal: Tensor, moment: Tensor, grids: Sequence[Grid]) -> Grid:
@@ -348,17 +348,17 @@ class CalibratedRecipe(WeightRecipe):
             residual = None if moments.residual is None else moments.residual.to(weight.device)
             goal = target.of(goal, moment, moments.cross.to(weight.device), residual)
         root = factor(moment, few * BRANCH_DAMPING)[0] if self.recipe.branch_rank else None
-        turn = spec.rotated if isinstance(spec, RotatedSpec) else lambda values: values
-        if isinstance(spec, RotatedSpec):
+        turned, plain = without_rotation(spec)
+        if plain is not spec:
             # Codes are chosen for the rotated weight, which meets rotated inputs.
-            moment, spec = turn(turn(moment).t()), spec.unrotated
-        whole = turn(goal)
+            moment, spec = turned(turned(moment).t()), plain
+        whole = turned(goal)
         mask = None if pruning is None else pruning(saliency(whole, moment))
         nearest = Grid.of(whole, spec, weight.dtype, moment.diagonal(), mask)
         nearest_error = relative_loss(whole - nearest.values(), moment, whole)
 
-        def rounded(rest: Tensor) -> tuple[tuple[Grid, Tensor, float], Tensor]:
-            rest = turn(rest)
+        def rounded(rest: Tensor) -> tuple[Grid, Tensor, float]:
+            rest = whole if rest is goal else turned(rest)
             grid = nearest if not self.recipe.branch_rank else Grid.of(rest, spec, weight.dtype, moment.diagonal())
             found, damping = [], 0.0
             for start in [grid] if scales is None else scales.starts(rest, moment, grid):
@@ -368,9 +368,10 @@ class CalibratedRecipe(WeightRecipe):
                     start = step.refine(rest, refined, start)
                 found.append(start)
             grid = found[0] if len(found) == 1 else best_rows(rest, moment, found)
-            return (grid, rest, damping), turn(grid.values())
+            return grid, rest, damping
 
-        (grid, rest, damping), branch = self.recipe.fit(goal, weight.dtype, root, rounded)
+        values = lambda made: turned(made[0].values())  # noqa: E731
+        (grid, rest, damping), branch = self.recipe.fit(goal, weight.dtype, root, rounded, values)
         error = relative_loss(rest - grid.values(), moment, whole)
         steps = [*([] if scales is None else [scales]), rounding, *self.refine]
         before = [*([] if pruning is None else ["prune"]), *([] if branch is None else ["low rank"])]

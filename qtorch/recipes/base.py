@@ -259,15 +259,21 @@ class WeightRecipe(Recipe):
         return torch.where(self.kept(weight.detach().float().square()), weight, 0) if self.prunes else weight
 
     def fit(
-        self, weight: Tensor, dtype: torch.dtype, root: Tensor | None, rounded: Callable[[Tensor], tuple[T, Tensor]]
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        root: Tensor | None,
+        rounded: Callable[[Tensor], T],
+        values: Callable[[T], Tensor],
     ) -> tuple[T, Branch | None]:
         """What is made of W (N, K) fp32, of the logical dtype `dtype`, and the branch beside it: see `low_rank`.
 
         Args:
             root: lower triangular L (K, K), L L^T = E[x x^T], that says which error counts; None for the identity.
-            rounded: (N, K) fp32 -> what is made of it, and its values in fp32.
+            rounded: (N, K) fp32 -> what is made of it.
+            values: that -> its values (N, K) in fp32.
         """
-        return rounded(weight)[0], None
+        return rounded(weight), None
 
     def beside(self, made: Tensor, branch: Branch | None) -> Tensor:
         """The weight that has the codes `made`, and the branch of `fit`."""

@@ -76,15 +76,20 @@ class LowRank(WeightRecipe):
         self.recipe.check(weight)
 
     def apply(self, weight: Tensor) -> Tensor:
-        def rounded(rest: Tensor) -> tuple[Any, Tensor]:
-            made: Any = self.recipe.apply(rest.to(weight.dtype))
-            return made, made.dequantize(torch.float32)
+        def rounded(rest: Tensor) -> Any:
+            return self.recipe.apply(rest.to(weight.dtype))
 
-        made, branch = self.fit(weight.float(), weight.dtype, None, rounded)
+        values = lambda made: made.dequantize(torch.float32)  # noqa: E731
+        made, branch = self.fit(weight.float(), weight.dtype, None, rounded, values)
         return self.beside(made, branch)
 
     def fit(
-        self, weight: Tensor, dtype: torch.dtype, root: Tensor | None, rounded: Callable[[Tensor], tuple[T, Tensor]]
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        root: Tensor | None,
+        rounded: Callable[[Tensor], T],
+        values: Callable[[T], Tensor],
     ) -> tuple[T, Branch]:
         """The branch, and what is made of the rest, with the least |(W - Q - up down) L|^2."""
         found: list[tuple[float, T, Branch]] = []
@@ -92,10 +97,11 @@ class LowRank(WeightRecipe):
         for _ in range(1 if weight.is_meta else self.iterations):
             up, down = in_halves(low_rank_factors(target, self.rank, root), dtype)
             rest = weight - up.float() @ down.float()
-            made, values = rounded(rest)
-            error = rest - values if root is None else (rest - values) @ root
+            made = rounded(rest)
+            of_codes = values(made)
+            error = rest - of_codes if root is None else (rest - of_codes) @ root
             found.append((0.0 if weight.is_meta else float(error.square().sum()), made, (up, down)))
-            target = weight - values
+            target = weight - of_codes
         _, made, branch = min(found, key=lambda each: each[0])
         return made, branch
 
