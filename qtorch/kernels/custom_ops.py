@@ -10,14 +10,13 @@ for a function that a compiler traces.
 """
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..primitives.tracing import F, are_active, one_by_one
+from ..primitives.tracing import F, are_active, is_sharded, one_by_one
 
 Function = Callable[..., Any]
 
@@ -171,8 +170,7 @@ def _readable(name: str, args: tuple[Any, ...], first: int = 0) -> tuple[Any, ..
 
 def _check_memory(name: str, *args: Any) -> None:
     """Raise `NotImplementedError` for a DTensor, which has no memory of its own."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be importing it
-    if kind is not None and any(isinstance(arg, kind) for arg in args):
+    if any(is_sharded(arg) for arg in args):
         raise NotImplementedError(
             f"{name} takes plain tensors, got a DTensor: this layer cannot be parallelized by the styles of torch "
             "while it trains; take those of qtorch.integrations.tensor_parallel, convert() the model first, or train "

@@ -6,7 +6,6 @@ class of a module, run inside `all_or_nothing`. Create all new values before ins
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from operator import delitem, setitem
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor, nn
+
+from ..primitives.tracing import is_sharded
 
 T = TypeVar("T", bound=Tensor)
 
@@ -107,12 +108,6 @@ def _states(module: nn.Module) -> list[list[partial[Any]]]:
 # What training adds to it (learned scales, observed ranges, adapters) are ordinary parameters and buffers of it and of
 # its submodules; `weight` keeps its name and is a plain parameter. `convert()` gives it the weight for inference and
 # its class back.
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor; the package that defines them is not imported for that."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be importing it
-    return kind is not None and isinstance(tensor, kind)
 
 
 class PreparedModule(nn.Module):

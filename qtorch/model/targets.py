@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from ..primitives.tracing import plain_name
-from .install import QuantizationState, is_sharded
+from ..primitives.tracing import is_sharded, plain_name
+from .install import QuantizationState
 from .weight_kinds import KINDS, LINEAR_KINDS, UNKNOWN, WeightKind, kind_in
 
 R = TypeVar("R")

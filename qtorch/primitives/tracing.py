@@ -6,6 +6,7 @@ which would be recompiled for each of them until the recompilation limit is reac
 run in eager mode there, like those of plain `F.linear`.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -30,6 +31,12 @@ def starts_no_graph(function: F) -> F:
 def plain_name(name: str) -> str:
     """The name of a module or parameter without what torch.compile adds to it."""
     return name.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor; the package that defines them is not imported for that."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # another thread may be importing it
+    return kind is not None and isinstance(tensor, kind)
 
 
 def refuse_jit_trace() -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...dtypes import QuantizedTensor
 from ...kernels.ops.adam import AdamStep, adam_step, key_of
-from ...model.install import is_sharded
-from ...primitives.tracing import outside_graphs
+from ...primitives.tracing import is_sharded, outside_graphs
 from ..weights.master import MasterWeight
 from .moment_form import BITS, as_moment, converted, first_element, flat_blocks, form_of, local_of, zeros
 

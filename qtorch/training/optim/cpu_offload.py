@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model.install import is_sharded
-from ...primitives.tracing import outside_graphs
+from ...primitives.tracing import is_sharded, outside_graphs
 
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...dtypes.blocked_tensor import BlockedScheme, BlockedTensor, same_codes
 from ...kernels.ops.adam import FORMS, Moment
-from ...model.install import is_sharded
 from ...primitives import CodebookSpec, LinearSpec, granularity
+from ...primitives.tracing import is_sharded
 
 SMALLEST = 4096
 """Parameters of fewer elements have fp32 moments, as in bitsandbytes and torchao: they take little memory, and norms

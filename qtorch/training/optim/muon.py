@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops.adam import key_of, rounded_up_at_random
-from ...model.install import is_sharded
+from ...primitives.tracing import is_sharded
 from .adam import LowBitAdam, Params, Writable
 from .moment_form import first_element, like, local_of, zeros
 
@@ -70,10 +70,13 @@ class Muon8bit(LowBitAdam):
         wrong = [tuple(p.shape) for p in group["params"] if group["use_muon"] and p.dim() != 2]
         if wrong or not 0 <= group["momentum"] < 1 or group["adjust_lr_fn"] not in (None, *ADJUSTMENTS):
             self.param_groups.pop()
+            name = type(self).__name__
+            if wrong:
+                raise ValueError(
+                    f'{name} takes matrices, others in a group with "use_muon": False, got shape {wrong[0]}'
+                )
             raise ValueError(
-                f'{type(self).__name__} takes matrices, others in a group with "use_muon": False, got shape {wrong[0]}'
-                if wrong
-                else f"{type(self).__name__}: momentum is at least 0 and less than 1, adjust_lr_fn None, "
+                f"{name}: momentum is at least 0 and less than 1, adjust_lr_fn None, "
                 f"{', '.join(map(repr, ADJUSTMENTS))}, got {group['momentum']} and {group['adjust_lr_fn']!r}"
             )
 

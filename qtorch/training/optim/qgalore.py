@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...dtypes.blocked_tensor import BlockedScheme, BlockedTensor
 from ...kernels.ops.adam import AdamStep, adam_step
-from ...model.install import is_sharded
 from ...primitives import LinearSpec, MappingType, PerRow, QuantSpec, ZeroPointDomain, qdtype
 from ...primitives.layouts import smallest_layout
+from ...primitives.tracing import is_sharded
 from .adam import LowBitAdam, Params, Writable
 from .moment_form import as_moment, flat_blocks, form_of, like, local_of, zeros
 
