@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,16 +225,21 @@ def numbers(bits: torch.Tensor, width: int) -> torch.Tensor:
     return (bits.unflatten(1, (-1, width)) << torch.arange(width)).sum(-1)
 
 
-def by_formula(path: Path, layer: str) -> torch.Tensor:
-    """The weight (O, I) of a layer in fp32, w = (q - z) s, from the definitions of both formats."""
+def stored_layer(path: Path, layer: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration of a folder, and the tensors of a layer by their last names."""
     stored = load_file(path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())["quantization_config"]
-    width, scales = config["bits"], stored[f"{layer}.scales"].float()
-    words, zeros = stored[f"{layer}.qweight"], stored[f"{layer}.qzeros"]
+    return config, {name.rpartition(".")[2]: tensor for name, tensor in stored.items() if name.startswith(f"{layer}.")}
+
+
+def by_formula(path: Path, layer: str) -> torch.Tensor:
+    """The weight (O, I) of a layer in fp32, w = (q - z) s, from the definitions of both formats."""
+    config, stored = stored_layer(path, layer)
+    width, scales, words, zeros = config["bits"], stored["scales"].float(), stored["qweight"], stored["qzeros"]
     if config["quant_method"] == "gptq":
         q = numbers(bits_of(words.t().contiguous()), width)
         z = numbers(bits_of(zeros), width) + (config["checkpoint_format"] == "gptq")
-        group = stored[f"{layer}.g_idx"].long()
+        group = stored["g_idx"].long()
         return ((q - z[group].t()) * scales[group].t()).float()
     nibble = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
     unpack = lambda words: numbers(bits_of(words), 4).unflatten(1, (-1, 8))[:, :, nibble].flatten(1)  # noqa: E731
@@ -244,10 +250,8 @@ def by_formula(path: Path, layer: str) -> torch.Tensor:
 
 def by_auto_round(path: Path, layer: str) -> torch.Tensor:
     """The weight (O, I) of a layer as auto-round dequantizes it, in fp32."""
-    stored = load_file(path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())["quantization_config"]
-    width, scales = config["bits"], stored[f"{layer}.scales"].float()
-    words, zeros = stored[f"{layer}.qweight"], stored[f"{layer}.qzeros"]
+    config, stored = stored_layer(path, layer)
+    width, scales, words, zeros = config["bits"], stored["scales"].float(), stored["qweight"], stored["qzeros"]
     if config["quant_method"] == "awq":
         dequantize = pytest.importorskip("auto_round.export.export_to_awq.utils").dequantize_gemm
         return dequantize(words, zeros, scales, width, len(words) // len(scales)).t()
