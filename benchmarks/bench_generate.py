@@ -128,10 +128,10 @@ def run(about: Row) -> Row:
 
     def generate(count: int) -> float:
         """Seconds for so many tokens of each sequence, after a prompt of one."""
-        lengths = {"min_new_tokens": count, "max_new_tokens": count}
         given = {"attention_mask": torch.ones_like(ids[:, :1]), "do_sample": False, "pad_token_id": 0}
-        return seconds(lambda: model.generate(ids[:, :1], **given, **lengths, **settings))
+        return seconds(lambda: model.generate(ids[:, :1], max_new_tokens=count, **given, **settings))
 
+    model.generation_config.eos_token_id = None  # as llama-bench: no token ends a text
     row["prompt"] = ids.numel() / statistics.median(
         seconds(lambda: model(ids, logits_to_keep=1)) for _ in range(ROUNDS)
     )

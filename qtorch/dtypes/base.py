@@ -292,8 +292,8 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
     @property
     def inner_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that are present, by name."""
-        named = {name: getattr(self, name) for name in self.tensor_names(self.scheme)}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        own = vars(self)  # of all ways the fastest: guards of compiled graphs ask on each call
+        return {name: own[name] for name in self.tensor_names(own["scheme"]) if own[name] is not None}
 
     def map_inner(self: Q, function: Callable[[Tensor], Tensor], scheme: Scheme | None = None) -> Q:
         """A tensor of the same class with `function` applied to each inner tensor."""

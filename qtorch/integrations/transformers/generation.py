@@ -15,7 +15,9 @@ WARM_UP = 4
 """Tokens of the warm-up: the first is the prompt's, the second compiles, and the third may do so again."""
 
 
-def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: bool = True) -> dict[str, Any]:
+def compile_generate(
+    model: Any, max_length: int, sequences: int = 1, progress: bool = True, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Compile the step of a token, and return the arguments of `generate` that use it:
 
         settings = compile_generate(model, max_length=1024)
@@ -31,6 +33,9 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
         max_length: tokens of a sequence, with its prompt, for which the cache has room.
         sequences: how many are generated together, times beams.
         progress: show how far the warm-up is; it takes as long as compiling the float model, up to a minute or two.
+        options: of Inductor, as for `torch.compile`. With torch 2.13 or newer
+            ``{"cpp_wrapper": True, "cpp_wrapper_build_separate": True}`` takes about 3 ms less for a token of 22 layers
+            on a slow CPU, and twice as long to compile.
 
     Raises:
         TypeError: `model` is not a model of transformers.
@@ -49,7 +54,8 @@ def compile_generate(model: Any, max_length: int, sequences: int = 1, progress: 
     if model.device.type == "cpu" and model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
         with contextlib.suppress(ValueError):  # a model with attention of its own keeps it
             use_quantized_attention(model)
-    config = CompileConfig(fullgraph=False, dynamic=False, mode="default")
+    mode: Any = "default" if options is None else None  # torch takes one of the two
+    config = CompileConfig(fullgraph=False, dynamic=False, mode=mode, options=options)
     config._compile_all_devices = True  # type: ignore[assignment]
     settings = {"cache_implementation": "static", "compile_config": config}
     vars(model).pop("_compiled_call", None)

@@ -127,13 +127,22 @@ def prompt(length, sequences=1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [None, qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32)], ids=str)
-def test_one_graph_writes_the_same_tokens(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        (None, None),
+        (qtorch.int8_weight_only(), None),
+        (qtorch.int4_weight_only(group_size=32), {"cpp_wrapper": True}),
+        (qtorch.int8_dynamic_activation_int4_weight(), None),
+    ],
+    ids=str,
+)
+def test_one_graph_writes_the_same_tokens(recipe, options):
     model = llama()
     if recipe is not None:
         qtorch.quantize_(model, recipe)
     wanted = [model.generate(**prompt(length, 2), **TOKENS) for length in map(seeded, (5, 11))]
-    settings = compile_generate(model, 40, sequences=2, progress=False)
+    settings = compile_generate(model, 40, sequences=2, progress=False, options=options)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with record_kernels() as ran:
         got = [model.generate(**prompt(length, 2), **TOKENS, **settings) for length in map(seeded, (5, 11))]
