@@ -6,7 +6,7 @@ Weights are random; they cost what trained ones cost. A generated token reads ev
 its bytes times the tokens a second is the share of the memory's read bandwidth, which is measured in the same run.
 
     python -m benchmarks.bench_generate [--models 1.1B 135M] [--dtypes float32 bfloat16] [--engines "int4 g128" ...]
-        [--modes eager compiled] [--sequences 1 8] [--llama DIRECTORY] [--save] [--write-docs]
+        [--modes eager compiled fused] [--sequences 1 8] [--llama DIRECTORY] [--save] [--write-docs]
 
 DIRECTORY has `llama-bench` and `llama-quantize` of llama.cpp; the file that they read is written with the package gguf.
 """
@@ -52,6 +52,11 @@ LLAMA = ("F16", "Q8_0", "Q4_0")
 """File types of llama.cpp."""
 
 PROMPT, GENERATED, ROUNDS = 256, 32, 3
+
+MODES = ["eager", "compiled", "fused"]
+
+IN_CPP = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
+"""Options of Inductor in the mode "fused": compiled after `fuse_projections`, all of a graph in C++."""
 
 READ = """
 #include <cstdint>
@@ -119,11 +124,13 @@ def run(about: Row) -> Row:
     if (recipe := ENGINES[about["engine"]]) is not None:
         qtorch.quantize_(model, recipe)
         qtorch.kv_cache.use_quantized_attention(model)
+        if about["mode"] == "fused":
+            qtorch.fuse_projections(model)
     ids = torch.randint(0, MODELS[about["model"]]["vocab_size"], (about["sequences"], PROMPT))
     row, settings = {**about, "bytes": weight_bytes(model)}, {}
-    if about["mode"] == "compiled":
-        length = PROMPT + GENERATED
-        compiles = lambda: compile_generate(model, length, about["sequences"], progress=False)  # noqa: E731
+    if about["mode"] != "eager":
+        kind = {"sequences": about["sequences"], "options": IN_CPP if about["mode"] == "fused" else None}
+        compiles = lambda: compile_generate(model, PROMPT + GENERATED, progress=False, **kind)  # noqa: E731
         row["compile"] = seconds(lambda: settings.update(compiles()))
 
     def generate(count: int) -> float:
@@ -258,7 +265,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled"], default=["eager", "compiled"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--llama", type=Path, help="directory with llama-bench and llama-quantize")

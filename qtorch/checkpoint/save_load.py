@@ -82,13 +82,14 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
     for name, module in source.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"save_quantized: {name or 'the model'} has extra state, which safetensors cannot hold")
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, (module, attribute, tensor) in places_of(source):
         held = kind_of(module, attribute).held
         if held is not None and isinstance(tensor, QuantizedTensor) and tensor.trains:
             # It has the axes of the parameter, the weight that serves those of a matrix.
             raise ValueError(f"save_quantized: {name} is in training: quantize_(model, convert()), or torch.save it")
-        found[name] = tensor
+        parts_of = getattr(module, "parts_of_state", None)  # layers that `fuse_projections` has joined
+        found |= {name: tensor} if parts_of is None else parts_of(name, tensor)
     return found
 
 
