@@ -360,14 +360,12 @@ class CalibratedRecipe(WeightRecipe):
         def rounded(rest: Tensor) -> tuple[Grid, Tensor, float]:
             rest = whole if rest is goal else turned(rest)
             grid = nearest if not self.recipe.branch_rank else Grid.of(rest, spec, weight.dtype, moment.diagonal())
-            found, damping = [], 0.0
-            for start in [grid] if scales is None else scales.starts(rest, moment, grid):
-                damping = rounding.round(rest, moment, start)
-                refined = damped(moment, damping) if self.refine else moment
-                for step in self.refine:
-                    start = step.refine(rest, refined, start)
-                found.append(start)
-            grid = found[0] if len(found) == 1 else best_rows(rest, moment, found)
+            starts = [grid] if scales is None else scales.starts(rest, moment, grid)
+            damping = rounding.round(rest, moment, *starts)
+            grid = starts[0] if len(starts) == 1 else best_rows(rest, moment, starts)
+            refined = damped(moment, damping) if self.refine else moment
+            for step in self.refine:
+                grid = step.refine(rest, refined, grid)
             return grid, rest, damping
 
         values = lambda made: turned(made[0].values())  # noqa: E731

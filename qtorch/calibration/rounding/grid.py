@@ -157,8 +157,8 @@ class Columns:
 class Rounding:
     """Base class of algorithms that choose all codes of a weight; a frozen, JSON-able dataclass."""
 
-    def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
-        """Set the codes of `grid` for `weight` (N, K), fp32, and E[x x^T] (K, K).
+    def round(self, weight: Tensor, moment: Tensor, *grids: Grid) -> float:
+        """Set the codes of each of `grids` for `weight` (N, K), fp32, and E[x x^T] (K, K).
 
         Returns:
             The damping that was used.
@@ -184,8 +184,9 @@ class Refinement:
 class Nearest(Rounding):
     """Each element to its nearest value."""
 
-    def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
-        grid.codes = grid.nearest(weight)
+    def round(self, weight: Tensor, moment: Tensor, *grids: Grid) -> float:
+        for grid in grids:
+            grid.codes = grid.nearest(weight)
         return 0.0
 
 
