@@ -5,6 +5,7 @@ minilm   the sentence model of the demo, calibrated on 256 docstrings. Mean cosi
 llama    the Llama of 1M parameters of `tutorials.qat_llama`, calibrated on 128 x 128 bytes. Perplexity a byte, and the
          KL divergence from the float model. Here, qat and lsq train 250 steps more, on 16 x 128 bytes each, and
          other packages stand beside, where they are installed (see `calibration_peers`).
+short llama  the same after 250 steps, calibrated on 64 x 128 bytes and judged on 64 x 128 others.
 mixture  a mixture of 64 experts in each of 3 layers, 4 for a token, of 5M parameters, trained for 500 steps of 16 x 128
          bytes, and calibrated on 24 x 32 bytes, of which few come to an expert. Judged as the Llama.
 
@@ -226,6 +227,24 @@ class Llama(Task):
         return total
 
 
+class ShortLlama(Llama):
+    configurations = ((4, 32), (3, 32), (2, 32))
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.batches = self.batches[::6]
+        self.logits = self._logits(self.float)
+
+    def train(self, model: nn.Module) -> None:
+        from tutorials import qat_llama
+
+        qat_llama.train(model, self.text, self.run, 0, 250, self.run.lr)
+
+    def data(self, seed: int) -> Drawn:
+        batches, options = super().data(seed)
+        return batches[:8], options
+
+
 class Mixture(Llama):
     configurations = ((3, 32),)
 
@@ -266,6 +285,7 @@ TASKS: Mapping[str, Callable[[Path], Task]] = {
     "minilm": lambda folder: MiniLM(),
     "minilm on code": lambda folder: MiniLMOnCode(),
     "llama": lambda folder: Llama(folder / "llama.pt"),
+    "short llama": lambda folder: ShortLlama(folder / "llama_250.pt"),
     "mixture": lambda folder: Mixture(folder / "mixture.pt"),
 }
 

@@ -1,7 +1,6 @@
 """Low-rank branches: what four-bit weights and activations lose with and without one, on two small models.
 
-llama   the Llama of 1M parameters of `bench_calibration`, trained for 250 steps, calibrated on 64 x 128 bytes; KL from
-        the float model on 64 x 128 others.
+llama   the short Llama of `bench_calibration`: KL from the float model.
 dit     a diffusion transformer of diffusers (DiTTransformer2DModel, 1.5M parameters), trained for 400 steps to predict
         the noise in the handwritten digits of scikit-learn, calibrated on 256 noisy images at random times. The squared
         error of the predicted noise relative to that of the float model, on 256 other images.
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from benchmarks.bench_calibration import Drawn, Llama, Task
+from benchmarks.bench_calibration import Drawn, ShortLlama, Task
 from benchmarks.common import RESULTS, machine
 from qtorch import LinearSpec, PackedLayout, PerGroup, QuantSpec
 from qtorch.calibration import gptq, smooth
@@ -45,22 +44,6 @@ class Int4Int4(WeightRecipe):
     def linear_spec(self) -> LinearSpec:
         codes = QuantSpec(qdtype("int4"), PerGroup(32))
         return LinearSpec(codes, codes, layout=PackedLayout())
-
-
-class ShortLlama(Llama):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.batches = self.batches[::6]
-        self.logits = self._logits(self.float)
-
-    def train(self, model: nn.Module) -> None:
-        from tutorials import qat_llama
-
-        qat_llama.train(model, self.text, self.run, 0, 250, self.run.lr)
-
-    def data(self, seed: int) -> Drawn:
-        batches, options = super().data(seed)
-        return batches[:8], options
 
 
 class DiT(Task):
