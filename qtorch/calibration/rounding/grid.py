@@ -132,7 +132,6 @@ class Columns:
         rows, self.width = grid.block
         # For a codebook, one element is one block here.
         self.spec: Any = replace(grid.spec, granularity=PerBlock((1, 1)), scale_spec=None)
-        self.bounds = self.spec.code_range if isinstance(self.spec, QuantSpec) else ()
         self.scale = grid.scale.repeat_interleave(rows, 0).float().t().contiguous()
         self.other, self.mask = grid.other, grid.mask
         if self.other is not None and self.other.dim() > 1:  # else one table for all blocks
@@ -144,9 +143,9 @@ class Columns:
             values = torch.where(self.mask[:, column], values, 0)
         group = column // self.width
         scale = self.scale[group]
-        other = self.other if self.other is None or self.other.dim() == 1 else self.other[group]
+        other: Any = self.other if self.other is None or self.other.dim() == 1 else self.other[group]
         if isinstance(self.spec, QuantSpec):
-            kind, domain, bounds = self.spec.dtype, self.spec.zero_point_domain, self.bounds
+            kind, domain, bounds = self.spec.dtype, self.spec.zero_point_domain, self.spec.code_range
             codes = kind.encode(real_codes(values, scale, other, kind, bounds, domain).clamp(*bounds))
             return codes, dequantize_split(kind.decode(codes), scale, other, bounds, domain)
         scale, other = scale.unsqueeze(1), other if other.dim() == 1 else other.unsqueeze(1)
