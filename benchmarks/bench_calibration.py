@@ -4,25 +4,27 @@ minilm   the sentence model of the demo, calibrated on 256 docstrings. Mean cosi
          600 other texts, and the mean reciprocal rank (MRR) on 1,000 pairs as a share of the float model's.
 llama    the Llama of 1M parameters of `tutorials.qat_llama`, calibrated on 128 x 128 bytes. Perplexity a byte, and the
          KL divergence from the float model. Here, qat and lsq train 250 steps more, on 16 x 128 bytes each, and
-         auto-round is the package of that name, where it is installed.
+         other packages stand beside, where they are installed (see `calibration_peers`).
+short llama  the same after 250 steps, calibrated on 64 x 128 bytes and judged on 64 x 128 others.
 mixture  a mixture of 64 experts in each of 3 layers, 4 for a token, of 5M parameters, trained for 500 steps of 16 x 128
          bytes, and calibrated on 24 x 32 bytes, of which few come to an expert. Judged as the Llama.
 
     python -m benchmarks.bench_calibration [--models llama mixture] [--seeds 3] [--methods ...] [--save]
 
-A seed draws the calibration data. With `--save` each row is written to results/calibration.json as soon as it is there.
+A seed draws the calibration data; `total_bits` are those of a weight with its scales and zero points. With `--save` a
+row is written to results/calibration.json as soon as it is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
+from benchmarks.calibration_peers import PEERS, importable
 from benchmarks.common import RESULTS, machine
 from qtorch.calibration import FloatTarget, auto, calibrated, gptq
 from qtorch.primitives import HQQRule, MSERule
@@ -41,7 +44,7 @@ Drawn = tuple[Any, dict[str, Any]]
 Method = Callable[[Any, Any, dict[str, Any]], Recipe]
 
 TRAINED = ("qat", "lsq")
-PEERS = ("auto-round",)
+VECTORS = ("gptq, vectors", "auto, vectors")
 OF_EXPERTS = ("gptq, all experts", "auto, all experts")
 WITHOUT_DATA = ("nearest", "mse", "hqq")
 
@@ -53,6 +56,9 @@ METHODS: dict[str, Method] = {
     "target": lambda recipe, data, options: calibrated(recipe, data, target=FloatTarget(residual=False), **options),
     "target, residual": lambda recipe, data, options: calibrated(recipe, data, **options),
     "auto": lambda recipe, data, options: auto(recipe, data, **options),
+    "auto, int8 scales": lambda recipe, data, options: auto(replace(recipe, double_quantize=True), data, **options),
+    "gptq, vectors": lambda recipe, data, options: gptq(qtorch.vector_codebook_weight_only(), data, **options),
+    "auto, vectors": lambda recipe, data, options: auto(qtorch.vector_codebook_weight_only(), data, **options),
     "gptq, all experts": lambda recipe, data, options: gptq(recipe, data, all_experts=True, **options),
     "auto, all experts": lambda recipe, data, options: auto(recipe, data, all_experts=True, **options),
     "qat": lambda recipe, data, options: qtorch.training.qat(recipe),
@@ -88,9 +94,11 @@ class Task:
         """Those of the methods that this model can show."""
         return [method for method in asked if method not in (*TRAINED, *PEERS, *OF_EXPERTS)]
 
-    def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int, drawn: Drawn) -> None:
+    def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int, drawn: Drawn) -> float:
+        """Returns the bits of a weight with everything."""
         recipe = qtorch.uintx_weight_only(f"uint{bits}", group_size=group_size)
-        qtorch.quantize_(model, METHODS[method](recipe, *drawn), self.is_quantized)
+        rows = qtorch.quantize_(model, METHODS[method](recipe, *drawn), self.is_quantized).quantized
+        return 8 * sum(row.bytes_after for row in rows) / sum(torch.Size(row.shape).numel() for row in rows)
 
 
 class MiniLM(Task):
@@ -202,13 +210,12 @@ class Llama(Task):
 
     def methods(self, asked: Iterable[str]) -> list[str]:
         found = [method for method in asked if method not in OF_EXPERTS]
-        return [method for method in found if method not in PEERS or importlib.util.find_spec("auto_round")]
+        return [method for method in found if method not in PEERS or importable(method)]
 
-    def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int, drawn: Drawn) -> None:
+    def quantize(self, model: nn.Module, method: str, bits: int, group_size: int, seed: int, drawn: Drawn) -> float:
         if method in PEERS:
-            self._auto_round(model, bits, group_size, drawn)
-            return
-        super().quantize(model, method, bits, group_size, seed, drawn)
+            return PEERS[method][1](model, bits, group_size, drawn[0])
+        total = super().quantize(model, method, bits, group_size, seed, drawn)
         if method in TRAINED:
             from tutorials import qat_llama
 
@@ -217,29 +224,25 @@ class Llama(Task):
                 model.requires_grad_(True), self.text, self.run, first, self.run.more_steps, self.run.more_lr
             )
             qtorch.quantize_(model, qtorch.training.convert())
+        return total
 
-    def _auto_round(self, model: nn.Module, bits: int, group_size: int, drawn: Drawn) -> None:
-        """The package's own defaults, 200 iterations a block; it leaves the dequantized weights in the model."""
-        from auto_round import AutoRound
-        from tokenizers import Tokenizer, models
-        from transformers import PreTrainedTokenizerFast
 
-        words = Tokenizer(models.WordLevel({chr(byte): byte for byte in range(256)}, unk_token=chr(0)))
-        ids = torch.cat([batch["input_ids"] for batch in drawn[0]])
-        AutoRound(
-            model,
-            tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, pad_token=chr(0)),  # required, and not used
-            scheme="W4A16",
-            bits=bits,
-            group_size=group_size,
-            sym=False,
-            iters=200,
-            dataset=torch.utils.data.DataLoader([{"input_ids": row} for row in ids], batch_size=8),  # type: ignore[arg-type]
-            seqlen=self.run.length,
-            nsamples=len(ids),
-            device_map="cpu",
-            layer_config={"lm_head": {"bits": 16}},
-        ).quantize()
+class ShortLlama(Llama):
+    configurations = ((4, 32), (3, 32), (2, 32))
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.batches = self.batches[::6]
+        self.logits = self._logits(self.float)
+
+    def train(self, model: nn.Module) -> None:
+        from tutorials import qat_llama
+
+        qat_llama.train(model, self.text, self.run, 0, 250, self.run.lr)
+
+    def data(self, seed: int) -> Drawn:
+        batches, options = super().data(seed)
+        return batches[:8], options
 
 
 class Mixture(Llama):
@@ -282,6 +285,7 @@ TASKS: Mapping[str, Callable[[Path], Task]] = {
     "minilm": lambda folder: MiniLM(),
     "minilm on code": lambda folder: MiniLMOnCode(),
     "llama": lambda folder: Llama(folder / "llama.pt"),
+    "short llama": lambda folder: ShortLlama(folder / "llama_250.pt"),
     "mixture": lambda folder: Mixture(folder / "mixture.pt"),
 }
 
@@ -291,13 +295,16 @@ def rows(task: Task, methods: Iterable[str], seeds: int, only: Iterable[tuple[in
     yield {"method": "float", **task.judge(task.model())}
     for bits, group_size in only or task.configurations:
         for method in task.methods(methods):
+            if method in VECTORS and bits != 2:
+                continue
             for seed in range(1 if method in WITHOUT_DATA else seeds):
                 model, drawn = task.model(), task.data(seed)
                 begun = time.perf_counter()
-                task.quantize(model, method, bits, group_size, seed, drawn)
-                seconds = time.perf_counter() - begun
-                row = {"bits": bits, "group_size": group_size, "method": method, "seed": seed, "seconds": seconds}
-                yield {**row, **task.judge(model)}
+                cpu = time.process_time()
+                total = task.quantize(model, method, bits, group_size, seed, drawn)
+                seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
+                row = {"bits": bits, "group_size": group_size, "method": method, "seed": seed}
+                yield {**row, "total_bits": total, "seconds": seconds, "cpu_seconds": cpu, **task.judge(model)}
 
 
 def show(row: Mapping[str, Any]) -> str:

@@ -1,24 +1,25 @@
 """Low-rank branches: what four-bit weights and activations lose with and without one, on two small models.
 
-llama   the Llama of 1M parameters of `bench_calibration`, trained for 250 steps, calibrated on 64 x 128 bytes; KL from
-        the float model on 64 x 128 others.
+llama   the short Llama of `bench_calibration`: KL from the float model.
 dit     a diffusion transformer of diffusers (DiTTransformer2DModel, 1.5M parameters), trained for 400 steps to predict
         the noise in the handwritten digits of scikit-learn, calibrated on 256 noisy images at random times. The squared
         error of the predicted noise relative to that of the float model, on 256 other images.
 
-    python -m benchmarks.bench_low_rank [--models llama dit] [--seeds 3] [--folder FOLDER]
+    python -m benchmarks.bench_low_rank [--models llama dit] [--seeds 3] [--folder FOLDER] [--save]
 
 A seed draws the calibration data. Bits are those of the quantized weights with everything. NVFP4 and int4 activations
-are emulated on a CPU.
+are emulated on a CPU. With `--save` each row is written to results/low_rank.json as soon as it is there, and rows that
+are in it are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from benchmarks.bench_calibration import Drawn, Llama, Task
+from benchmarks.bench_calibration import Drawn, ShortLlama, Task
+from benchmarks.common import RESULTS, machine
 from qtorch import LinearSpec, PackedLayout, PerGroup, QuantSpec
 from qtorch.calibration import gptq, smooth
 from qtorch.primitives import qdtype
@@ -42,22 +44,6 @@ class Int4Int4(WeightRecipe):
     def linear_spec(self) -> LinearSpec:
         codes = QuantSpec(qdtype("int4"), PerGroup(32))
         return LinearSpec(codes, codes, layout=PackedLayout())
-
-
-class ShortLlama(Llama):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.batches = self.batches[::6]
-        self.logits = self._logits(self.float)
-
-    def train(self, model: nn.Module) -> None:
-        from tutorials import qat_llama
-
-        qat_llama.train(model, self.text, self.run, 0, 250, self.run.lr)
-
-    def data(self, seed: int) -> Drawn:
-        batches, options = super().data(seed)
-        return batches[:8], options
 
 
 class DiT(Task):
@@ -141,36 +127,52 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[32])
     parser.add_argument("--folder", type=Path, help="where the trained models are kept")
+    parser.add_argument("--save", action="store_true", help="write results/low_rank.json")
     args = parser.parse_args()
+    path = RESULTS / "low_rank.json"
+    done = json.loads(path.read_text())["rows"] if args.save and path.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         kept = args.folder or Path(folder)
         for name in args.models:
             task: Task = ShortLlama(kept / "llama_250.pt") if name == "llama" else DiT(kept / "dit.pt")
-            for format, recipes in FORMATS.items():
-                forms: dict[str, WeightRecipe] = {}
-                for kind, recipe in zip(("A16", "A4"), recipes, strict=True):
-                    if recipe is not None:
-                        forms[kind] = recipe
-                        forms |= {f"{kind}, rank {r}": qtorch.low_rank(recipe, r) for r in args.ranks}
-                for method, make in METHODS.items():
-                    for form, recipe in forms.items():
-                        show(name, format, form, method, task, recipe, make, 1 if method == "nearest" else args.seeds)
+            for key, recipe in cells(name, args.ranks):
+                if any(all(row[part] == value for part, value in key.items()) for row in done):
+                    continue
+                done.append({**key, **measured(task, recipe, METHODS[key["method"]], args.seeds)})
+                print(
+                    " | ".join(
+                        f"{value:.4g}" if isinstance(value, float) else str(value) for value in done[-1].values()
+                    ),
+                    flush=True,
+                )
+                if args.save:
+                    path.write_text(json.dumps({"machine": machine(), "rows": done}, indent=1) + "\n")
+
+
+def cells(model: str, ranks: Sequence[int]) -> Iterator[tuple[dict[str, str], WeightRecipe]]:
+    """What names a row, and its recipe."""
+    for format, recipes in FORMATS.items():
+        for method in METHODS:
+            for form, recipe in zip(("A16", "A4"), recipes, strict=True):
+                if recipe is not None:
+                    key = {"model": model, "format": format, "method": method}
+                    yield {**key, "form": form}, recipe
+                    yield from (({**key, "form": f"{form}, rank {r}"}, qtorch.low_rank(recipe, r)) for r in ranks)
 
 
 @torch.no_grad()
-def show(
-    name: str, format: str, form: str, method: str, task: Task, recipe: Any, make: Callable[..., Any], seeds: int
-) -> None:
+def measured(task: Task, recipe: Any, make: Callable[..., Any], seeds: int) -> dict[str, Any]:
+    """Bits of a weight, and the mean and standard deviation of the error over the draws; nearest has one."""
     found, bits = [], 0.0
-    for seed in range(seeds):
+    for seed in range(1 if make is METHODS["nearest"] else seeds):
         model = task.model()
         report = qtorch.quantize_(model, make(recipe, task.data(seed)[0]), task.is_quantized)
         rows = report.quantized
         bits = 8 * sum(row.bytes_after for row in rows) / sum(torch.Size(row.shape).numel() for row in rows)
         values = task.judge(model)
         found.append(values.get("kl", values.get("error", 0.0)))
-    spread = f" ± {statistics.stdev(found):.2g}" if len(found) > 1 else ""
-    print(f"{name} | {format} | {form} | {method} | {bits:.2f} bits | {statistics.mean(found):.4g}{spread}", flush=True)
+    spread = {"stdev": statistics.stdev(found)} if len(found) > 1 else {}
+    return {"bits": bits, "seeds": len(found), "mean": statistics.mean(found), **spread}
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ def without_rotation(spec: Any) -> tuple[Callable[[Tensor], Tensor], Any]:
 
 def best_rows(goal: Tensor, moment: Tensor, grids: Sequence[Grid]) -> Grid:
     """Each row from the grid with the least error of its output; the whole of one if rows share scales or tables."""
+    if len(grids) == 1:
+        return grids[0]
     errors = torch.stack([loss(goal - grid.values(), moment) for grid in grids])
     whole = int(errors.sum(1).argmin())
     if not grids[0].has_own_rows:
@@ -360,15 +362,12 @@ class CalibratedRecipe(WeightRecipe):
         def rounded(rest: Tensor) -> tuple[Grid, Tensor, float]:
             rest = whole if rest is goal else turned(rest)
             grid = nearest if not self.recipe.branch_rank else Grid.of(rest, spec, weight.dtype, moment.diagonal())
-            found, damping = [], 0.0
-            for start in [grid] if scales is None else scales.starts(rest, moment, grid):
-                damping = rounding.round(rest, moment, start)
-                refined = damped(moment, damping) if self.refine else moment
-                for step in self.refine:
-                    start = step.refine(rest, refined, start)
-                found.append(start)
-            grid = found[0] if len(found) == 1 else best_rows(rest, moment, found)
-            return grid, rest, damping
+            starts = [grid] if scales is None else scales.starts(rest, moment, grid)
+            damping = rounding.round(rest, moment, *starts)
+            refined = damped(moment, damping) if self.refine else moment
+            for step in self.refine:  # after the first, each row goes on with the better start
+                starts = [best_rows(rest, moment, [step.refine(rest, refined, start) for start in starts])]
+            return best_rows(rest, moment, starts), rest, damping
 
         values = lambda made: turned(made[0].values())  # noqa: E731
         (grid, rest, damping), branch = self.recipe.fit(goal, weight.dtype, root, rounded, values)

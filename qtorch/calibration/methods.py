@@ -77,8 +77,8 @@ def auto(
 ) -> CalibratedRecipe:
     """GPTQ against the outputs of the float model, then coordinate descent and refitted scales.
 
-    With at least 32 tokens for each input of a layer, all of it is done with the scales of the recipe and with those of
-    a search, and each row takes the better one.
+    With at least 32 tokens for each input of a layer, GPTQ and the first descent run with the scales of the recipe and
+    with those of a search, and each row goes on with the better ones.
 
     Args:
         learn: `AutoRound()` improves all weights of a block together in the end; it takes several times as long.

@@ -256,7 +256,7 @@ def real_codes(
     if domain.adds_zero_point and z is not None:
         codes = (x - (z - s * domain.zero_point_code(*bounds))) / s
     else:
-        codes = x * (1.0 / s)
+        codes = x * s.reciprocal()
     if domain is ZeroPointDomain.FRACTIONAL and z is not None:
         codes = codes + z
     if not kind.is_floating_point:

@@ -55,30 +55,16 @@ class Gptq(Rounding):
     def damped(self, factor: float) -> Gptq:
         return replace(self, damping=factor * self.damping)
 
-    def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
-        if isinstance(grid.spec, VectorSpec):
-            order = order_of_vectors(moment, self.act_order)
-            damping, upper = self._factor(moment, order)
-            _round_vectors(weight, upper, order, grid, self.block_size)
-            return damping
-        count = weight.shape[1]
-        order = torch.arange(count, device="cpu")
-        if self.act_order:
-            order = moment.diagonal().argsort(descending=True, stable=True)
+    def round(self, weight: Tensor, moment: Tensor, *grids: Grid) -> float:
+        if isinstance(grids[0].spec, VectorSpec):
+            order, choose = order_of_vectors(moment, self.act_order), _round_vectors
+        else:
+            order, choose = torch.arange(weight.shape[1], device="cpu"), _round_columns
+            if self.act_order:
+                order = moment.diagonal().argsort(descending=True, stable=True)
         damping, upper = self._factor(moment, order)
-        rest = weight.float()[:, order].t().contiguous()  # columns as rows, which are contiguous
-        columns, places = Columns(grid), order.tolist()
-        for start in range(0, count, self.block_size):
-            stop = min(start + self.block_size, count)
-            block, factors = rest[start:stop], upper[start:stop, start:stop]
-            errors = torch.empty_like(block)
-            diagonal = factors.diagonal().tolist()
-            for i in range(stop - start):
-                codes, values = columns.nearest(places[start + i], block[i])
-                grid.codes[:, places[start + i]] = codes
-                errors[i] = (block[i] - values) / diagonal[i]
-                block[i + 1 :].addr_(factors[i, i + 1 :], errors[i], alpha=-1)
-            rest[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
+        for grid in grids:
+            choose(weight, upper, order, grid, self.block_size)
         return damping
 
     def _factor(self, moment: Tensor, order: Tensor) -> tuple[float, Tensor]:
@@ -118,7 +104,7 @@ class Descent(Refinement):
         moment = moment[order.unsqueeze(1), order]
         diagonal = moment.diagonal().tolist()
         columns = Columns(grid)
-        values = grid.values()[:, order].t().contiguous()  # (K, N): columns as contiguous rows
+        values, codes = (kept[:, order].t().contiguous() for kept in (grid.values(), grid.codes))  # columns as rows
         target = weight.float()[:, order].t()
         for _ in range(self.sweeps):
             gradient = moment @ (target - values)
@@ -127,22 +113,44 @@ class Descent(Refinement):
                 stop = min(start + self.block_size, len(places))
                 steps = torch.zeros_like(values[start:stop])
                 part, inner = gradient[start:stop].clone(), moment[start:stop, start:stop]
-                for i in range(stop - start):
-                    j = start + i
-                    best = values[j] + part[i] / diagonal[j]
-                    codes, found = columns.nearest(places[j], best)
+                own = (part, values[start:stop], codes[start:stop], steps)
+                for i, (slope, value, code, step) in enumerate(zip(*(rows.unbind() for rows in own))):
+                    best = value + slope / diagonal[start + i]
+                    found_code, found = columns.nearest(places[start + i], best)
                     # Rounding errors of the gradient must not exchange a value for one that is no better.
-                    better = (found - best).abs() < (values[j] - best).abs()
-                    steps[i] = torch.where(better, found - values[j], 0.0)
-                    values[j] = torch.where(better, found, values[j])
-                    grid.codes[:, places[j]] = torch.where(better, codes, grid.codes[:, places[j]])
-                    part.addr_(inner[:, i], steps[i], alpha=-1)
+                    better = (found - best).abs_() < (value - best).abs_()
+                    torch.mul(found - value, better, out=step)
+                    torch.where(better, found, value, out=value)
+                    torch.where(better, found_code, code, out=code)
+                    part[i + 1 :].addr_(inner[i + 1 :, i], step, alpha=-1)
                 if bool(steps.any()):
                     changed = True
                     gradient.addmm_(moment[:, start:stop], steps, alpha=-1)
             if not changed:
                 break
+        grid.codes[:, order] = codes.t()
         return grid
+
+
+def _round_columns(weight: Tensor, upper: Tensor, order: Tensor, grid: Grid, block_size: int) -> None:
+    """Set the codes of `grid` for `weight` (N, K).
+
+    Args:
+        upper: U of the damped H, (K, K), with its columns in this order.
+        block_size: columns that are compensated at once.
+    """
+    rest = weight.float()[:, order].t().contiguous()  # columns as rows, which are contiguous
+    columns, places = Columns(grid), order.tolist()
+    for start in range(0, len(rest), block_size):
+        stop = min(start + block_size, len(rest))
+        block, factors = rest[start:stop], upper[start:stop, start:stop]
+        errors = torch.empty_like(block)
+        diagonal = factors.diagonal().tolist()
+        for i, (wanted, error) in enumerate(zip(block.unbind(), errors.unbind())):
+            grid.codes[:, places[start + i]], values = columns.nearest(places[start + i], wanted)
+            torch.sub(wanted, values, out=error).div_(diagonal[i])
+            block[i + 1 :].addr_(factors[i, i + 1 :], error, alpha=-1)
+        rest[stop:].addmm_(upper[start:stop, stop:].t(), errors, alpha=-1)
 
 
 def order_of_vectors(moment: Tensor, by_size: bool) -> Tensor:
@@ -154,12 +162,7 @@ def order_of_vectors(moment: Tensor, by_size: bool) -> Tensor:
 
 
 def _round_vectors(weight: Tensor, upper: Tensor, order: Tensor, grid: Grid, block_size: int) -> None:
-    """Set the codes of `grid` for `weight` (N, K).
-
-    Args:
-        upper: U of the damped H, (K, K), with its columns in this order.
-        block_size: columns that are compensated at once.
-    """
+    """`_round_columns` for vectors."""
     rest, places = weight.float()[:, order].t().contiguous(), order.tolist()
     vectors, step = _Vectors(grid), max(VECTOR, block_size // VECTOR * VECTOR)
     for start in range(0, len(rest), step):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...dtypes import QuantizedTensor, quantized_type
 from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec, double_quant
+from ...primitives.affine import dequantize_split, real_codes
 from ...primitives.jsonable import jsonable
 from ...primitives.spec import Scheme
 
@@ -122,25 +123,32 @@ class Grid:
 
 
 class Columns:
-    """Nearest values of single columns of a grid, whose scales are taken as they are now."""
+    """Nearest values of single columns of a grid, whose scales are taken as they are now.
+
+    They are asked for each column of each sweep, so scales lie ready in fp32, in a row for the blocks of a column.
+    """
 
     def __init__(self, grid: Grid) -> None:
         rows, self.width = grid.block
-        # One element is one block here.
+        # For a codebook, one element is one block here.
         self.spec: Any = replace(grid.spec, granularity=PerBlock((1, 1)), scale_spec=None)
-        self.scale = grid.scale.repeat_interleave(rows, 0)
-        other = grid.other
-        self.shared = other is not None and other.dim() == 1  # one table for all blocks
-        self.other = other if other is None or self.shared else other.repeat_interleave(rows, 0)
-        self.mask = grid.mask
+        self.scale = grid.scale.repeat_interleave(rows, 0).float().t().contiguous()
+        self.other, self.mask = grid.other, grid.mask
+        if self.other is not None and self.other.dim() > 1:  # else one table for all blocks
+            self.other = self.other.repeat_interleave(rows, 0).float().transpose(0, 1).contiguous()
 
     def nearest(self, column: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """(codes, what they stand for in fp32), both (N,), nearest to `values` (N,) in this column."""
         if self.mask is not None:
             values = torch.where(self.mask[:, column], values, 0)
-        group = slice(column // self.width, column // self.width + 1)
-        scale = self.scale[:, group]
-        other = self.other if self.other is None or self.shared else self.other[:, group]
+        group = column // self.width
+        scale = self.scale[group]
+        other: Any = self.other if self.other is None or self.other.dim() == 1 else self.other[group]
+        if isinstance(self.spec, QuantSpec):
+            kind, domain, bounds = self.spec.dtype, self.spec.zero_point_domain, self.spec.code_range
+            codes = kind.encode(real_codes(values, scale, other, kind, bounds, domain).clamp(*bounds))
+            return codes, dequantize_split(kind.decode(codes), scale, other, bounds, domain)
+        scale, other = scale.unsqueeze(1), other if other.dim() == 1 else other.unsqueeze(1)
         codes = self.spec.quantize(values.unsqueeze(1), scale, other)
         return codes.squeeze(1), self.spec.dequantize(codes, scale, other).squeeze(1)
 
@@ -148,8 +156,8 @@ class Columns:
 class Rounding:
     """Base class of algorithms that choose all codes of a weight; a frozen, JSON-able dataclass."""
 
-    def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
-        """Set the codes of `grid` for `weight` (N, K), fp32, and E[x x^T] (K, K).
+    def round(self, weight: Tensor, moment: Tensor, *grids: Grid) -> float:
+        """Set the codes of each of `grids` for `weight` (N, K), fp32, and E[x x^T] (K, K).
 
         Returns:
             The damping that was used.
@@ -175,8 +183,9 @@ class Refinement:
 class Nearest(Rounding):
     """Each element to its nearest value."""
 
-    def round(self, weight: Tensor, moment: Tensor, grid: Grid) -> float:
-        grid.codes = grid.nearest(weight)
+    def round(self, weight: Tensor, moment: Tensor, *grids: Grid) -> float:
+        for grid in grids:
+            grid.codes = grid.nearest(weight)
         return 0.0
 
 
