@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
 ]
 
-CASES = [("fsdp_worker.py",), ("split_worker.py",)]
+CASES = [("fsdp_worker.py",), ("split_worker.py",), ("int8_gradients_worker.py",)]
 CASES += [("training_worker.py", kind) for kind in ("ddp", "fsdp")]
 
 
