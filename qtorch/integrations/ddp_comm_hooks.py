@@ -64,9 +64,7 @@ class Int8GradientState:
         """Load what `state_dict` gave on this rank, for the same parameters and block size."""
         found, own = tuple(state["error"].shape), tuple(self.error.shape)
         if found != own:
-            raise ValueError(
-                f"Int8GradientState of blocks {own} got {found}: give it the same parameters and block_size"
-            )
+            raise ValueError(f"Int8GradientState of {own} got {found}: give it the same parameters and block_size")
         self.error.copy_(state["error"])
 
     def _route(self, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
@@ -77,7 +75,7 @@ class Int8GradientState:
             raise ValueError("int8_gradient_hook: a parameter that its Int8GradientState was not made with")
         key = tuple(self._rows[parameter] for parameter in parameters)
         if key not in self._routes:
-            rows = torch.tensor([row for each in key for row in each])
+            rows = torch.tensor([row for each in key for row in each], dtype=torch.int64, device="cpu")
             of_rank = [(rows % group.size() == rank).nonzero().flatten() for rank in range(group.size())]
             slots = torch.nn.utils.rnn.pad_sequence(of_rank, batch_first=True, padding_value=len(rows)).flatten()
             made = (rows, slots, slots.argsort(stable=True)[: len(rows)], rows[of_rank[group.rank()]])

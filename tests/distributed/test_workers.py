@@ -22,6 +22,11 @@ def test_two_processes(case: tuple[str, ...]) -> None:
     run(*case)
 
 
+def test_adapters() -> None:
+    pytest.importorskip("peft")
+    run("adapters_worker.py")
+
+
 def test_a_mesh_of_two_axes() -> None:
     run("fsdp_worker.py", ranks=4)
 

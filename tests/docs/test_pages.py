@@ -195,7 +195,7 @@ SKIPPED = {
     "docs/guides/qat.md": 1,  # needs transformers
     "docs/guides/transformers.md": 2,  # need accelerate; compiles
     "docs/guides/diffusers.md": 1,  # needs diffusers
-    "docs/guides/several_processes.md": 3,  # run under torchrun
+    "docs/guides/several_processes.md": 4,  # run under torchrun
     "docs/guides/export.md": 3,  # need onnxruntime, executorch; compiles
 }
 
