@@ -253,7 +253,7 @@ def pretrained() -> Callable[[], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", HARD)
+@pytest.mark.parametrize("recipe", ["nf4", "int4", "int3"])
 def test_the_last_steps_through_codes_make_good_the_second_rounding(recipe: str, pretrained: Callable[[], Any]) -> None:
     """200 steps: a lower loss than that of merging and quantizing again, three seeds."""
     table = 0.8 * chain(0) + 0.2 * chain(1)
@@ -271,5 +271,4 @@ def test_the_last_steps_through_codes_make_good_the_second_rounding(recipe: str,
                 merged = model.merge_and_unload()
             assert torch.equal(output(merged, ids), y) is (codes_from is not None)
             of.append(functional.cross_entropy(output(merged, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item())
-    print(recipe, losses)
     assert sum(losses[150]) <= sum(losses[None])
