@@ -164,10 +164,8 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
 _PRODUCTS_OF_TORCH = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 
 FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
-    torch.sum: sum_in_order,
-    Tensor.sum: sum_in_order,
-    torch.mean: _mean,
-    Tensor.mean: _mean,
+    **dict.fromkeys((torch.sum, Tensor.sum), sum_in_order),
+    **dict.fromkeys((torch.mean, Tensor.mean), _mean),
     **dict.fromkeys((functional.softmax, torch.softmax, Tensor.softmax), _softmax),
     **dict.fromkeys((functional.log_softmax, torch.log_softmax, Tensor.log_softmax), _log_softmax),
     **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), _logsumexp),

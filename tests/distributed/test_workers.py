@@ -1,6 +1,7 @@
 """What trains and what serves over gloo processes; each worker, and each tutorial, says what must hold."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed"),
 ]
 
-CASES = [("fsdp_worker.py",), ("split_worker.py",)]
+CASES = [("fsdp_worker.py",), ("split_worker.py",), ("int8_gradients_worker.py",)]
 CASES += [("training_worker.py", kind) for kind in ("ddp", "fsdp")]
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
+NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+
+
+@pytest.mark.parametrize("case", [*CASES, pytest.param(("adapters_worker.py",), marks=NEEDS_PEFT)], ids=" ".join)
 def test_two_processes(case: tuple[str, ...]) -> None:
     run(*case)
 

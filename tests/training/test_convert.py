@@ -7,16 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    MappingType,
-    PackedLayout,
-    PerBlock,
-    PerRow,
-    compute_error,
-    quantize_,
-    training,
-)
+from qtorch import AffineQuantizedTensor, PackedLayout, PerBlock, PerRow, compute_error, quantize_, training
 from qtorch.kernels import record_kernels
 from qtorch.primitives import LSQRule, PerGroup, Rounding
 from qtorch.recipes.base import Recipe
@@ -62,7 +53,7 @@ LEARNED = {
     training.pact(): (15, 30),
     lsq(4, None): (15, 30),
     lsq(recipe=qtorch.int8_dynamic_activation_int4_weight()): (15, 30),
-    lsq(recipe=DYNAMIC(MappingType.ASYMMETRIC)): (35, 55),
+    lsq(recipe=DYNAMIC(qtorch.MappingType.ASYMMETRIC)): (35, 55),
     lsq(recipe=qtorch.int8_static_activation_int8_weight(0.03)): (35, 55),
     lsq(recipe=qtorch.int8_weight_only()): (35, 55),
     lsq(recipe=INT4): (15, 30),

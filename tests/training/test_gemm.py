@@ -316,7 +316,7 @@ BALANCED = GemmSpec(ROWS, ROWS, mid_alpha=(0.5, 0.5))
 MEAN = replace(ROWS, scale_rule=AbsMeanRule())
 REFUSED: dict[str, Callable[[], object]] = {
     "leave rhs out": lambda: GemmSpec(ROWS, ROWS, reuse_forward=True),
-    "reuse_forward takes an operand as it is": lambda: GemmSpec(reuse_forward=True, mid_alpha=(0.5, 0.5)),
+    "reuse_forward takes rhs as it is": lambda: GemmSpec(reuse_forward=True, mid_alpha=(0.5, 0.5)),
     "fold names an operand that is quantized": lambda: GemmSpec(ROWS, None, fold="rhs"),
     "fold takes a symmetric operand with a scale for each": lambda: GemmSpec(ROWS, ROWS, fold="rhs"),
     "sums products of integers of at most 8": lambda: GemmSpec(ROWS, integer(9), accumulator_dtype=torch.int16),
@@ -327,7 +327,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "output is the forward itself": lambda: TrainingSpec(REUSE),
     "grad_input contracts n, the output features, along": lambda: TrainingSpec(GemmSpec(ROWS, GROUPS), REUSE),
     "grad_weight contracts m, the tokens": lambda: TrainingSpec(GemmSpec(GROUPS, ROWS), FULL, REUSE),
-    "reuses an operand that the forward leaves in full": lambda: TrainingSpec(FULL, REUSE),
+    "reuses an operand that the forward does not quantize": lambda: TrainingSpec(FULL, REUSE),
     "can reuse symmetric operands only": lambda: TrainingSpec(GemmSpec(ROWS, ASYMMETRIC), REUSE),
     "in blocks of 64 in lhs, which do not divide": lambda: TrainingSpec(
         GemmSpec(TILES, TILES), GemmSpec(int8(PerBlock((64, 64))), reuse_forward=True)

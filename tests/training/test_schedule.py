@@ -124,12 +124,8 @@ def test_a_static_layer_converts(module: str) -> None:
     layer: Any = nn.Linear(32, 16) if module == "linear" else nn.Conv2d(8, 16, 3, stride=2, padding=1)
     model = nn.Sequential(layer)
     keys = [name for name, _ in model.named_parameters()]
-    quantize_(
-        model,
-        {r"0\.weight": training.scheduled_training(spec, STATIC)}
-        if module == "conv"
-        else training.scheduled_training(spec, STATIC),
-    )
+    recipe = training.scheduled_training(spec, STATIC)
+    quantize_(model, {r"0\.weight": recipe} if module == "conv" else recipe)
     assert [name for name, _ in model.named_parameters()] == keys
     shape = (40, 32) if module == "linear" else (3, 8, 9, 9)
     optimizer = sgd(model)

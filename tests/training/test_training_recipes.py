@@ -11,16 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import qtorch
-from qtorch import (
-    AffineQuantizedTensor,
-    PerBlock,
-    PerGroup,
-    PerTensor,
-    compute_error,
-    int4_weight_only,
-    quantize_,
-    training,
-)
+from qtorch import PerBlock, PerGroup, PerTensor, compute_error, int4_weight_only, quantize_, training
 from qtorch.calibration import min_max
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, to_json
@@ -245,7 +236,7 @@ def test_a_float_checkpoint_loads_and_dequantize_goes_back(recipe: Recipe) -> No
     made.load_state_dict(source.state_dict())
     assert compute_error(source[0].weight, made[0].weight.dequantize()) > 15
     back = model(None)
-    if isinstance(made[0].weight, AffineQuantizedTensor):  # held as codes, which a float model would lose
+    if isinstance(made[0].weight, qtorch.AffineQuantizedTensor):  # held as codes, which a float model would lose
         refuses(r'"0\.weight".*assign=True', lambda: back.load_state_dict(made.state_dict()), RuntimeError)
         return
     back.load_state_dict(made.state_dict())

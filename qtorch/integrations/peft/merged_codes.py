@@ -14,8 +14,7 @@ codes again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,9 +81,13 @@ class _ThroughCodes(torch.autograd.Function):
     def forward(ctx: Any, layer: Any, names: list[str], x: Tensor, bias: Tensor | None, *factors: Tensor) -> Tensor:
         ctx.save_for_backward(x, *factors)
         ctx.layer, ctx.names = layer, names
-        with _weight(layer.get_base_layer(), layer.merged_codes(names)):
+        parameters = layer.get_base_layer()._parameters
+        base, parameters["weight"] = parameters["weight"], layer.merged_codes(names)
+        try:
             y: Tensor = layer.base_layer(x)
-            return y
+        finally:
+            parameters["weight"] = base
+        return y
 
     @staticmethod
     @once_differentiable
@@ -111,17 +114,6 @@ def _as_multiplied(rows: Tensor, weight: Any) -> Tensor:
         return rows
     padded = pad_to_blocks(rows, spec.granularity)
     return dequantize_rows(spec, *quantize_input(padded, weight))[: rows.shape[0], : rows.shape[1]]
-
-
-@contextmanager
-def _weight(base: nn.Module, weight: Any) -> Iterator[None]:
-    """Context in which `base` multiplies by `weight`."""
-    before = base._parameters["weight"]
-    base._parameters["weight"] = weight
-    try:
-        yield
-    finally:
-        base._parameters["weight"] = before
 
 
 def check_adapter(layer: Any, name: str) -> None:

@@ -70,9 +70,7 @@ class GemmSpec:
         if self.hadamard is not None and (self.hadamard < 2 or self.hadamard & (self.hadamard - 1)):
             raise ValueError(f"GemmSpec: hadamard is a power of two, such as 16, or None, got {self.hadamard}")
         if self.reuse_forward and (self.fold is not None or self.changes_operands):
-            raise ValueError(
-                "GemmSpec: reuse_forward takes an operand as it is; leave out fold, mid_alpha and hadamard"
-            )
+            raise ValueError("GemmSpec: reuse_forward takes rhs as it is; leave out fold, mid_alpha and hadamard")
         if self.reuse_forward and self.rhs is not None:
             raise ValueError("GemmSpec: reuse_forward takes rhs from the forward; leave rhs out")
         if self.output_dtype is not None and not self.output_dtype.is_floating_point:
@@ -184,9 +182,7 @@ class TrainingSpec:
         ):
             if gemm.reuse_forward:
                 if operand is None:
-                    raise ValueError(
-                        f"TrainingSpec: {name} reuses an operand that the forward leaves in full precision"
-                    )
+                    raise ValueError(f"TrainingSpec: {name} reuses an operand that the forward does not quantize")
                 if self.scale_gradient:
                     raise ValueError(f"TrainingSpec: scale_gradient needs the values that {name} has only codes of")
                 if changed:

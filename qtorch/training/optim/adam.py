@@ -135,10 +135,7 @@ class LowBitAdam(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is sparse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         index = 0
         for group in self.param_groups:
             lr = float(group["lr"])
@@ -153,19 +150,12 @@ class LowBitAdam(torch.optim.Optimizer):
         assert grad is not None
         if grad.is_sparse:
             raise RuntimeError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam")
-        state, names = self.state[parameter], ["exp_avg", "exp_avg_sq"]
-        if group["amsgrad"]:
-            names.append("max_exp_avg_sq")
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-        for name in names:
-            if name not in state:
-                state[name] = zeros(parameter, group, name)
-        state["step"] += 1
-        local = local_of(parameter)
+        names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        state, local = self.state[parameter], local_of(parameter)
+        number = count_step(state)
+        add_moments(state, parameter, group, names)
         if not local.numel():
             return
-        number = int(state["step"].item())
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         rounds = group["bf16_stochastic_round"] and local.dtype == torch.bfloat16
         shrink, l2 = (1 - lr * decay, 0.0) if self.decoupled else (1.0, decay)
@@ -227,6 +217,20 @@ class LowBitAdam(torch.optim.Optimizer):
         step = moments.pop("step", torch.zeros((), dtype=torch.float32, device="cpu"))  # Muon of torch counts none
         step = step.detach().to("cpu", torch.float32).reshape(()).clone()
         return {"step": step, **{name: converted(parameter, group, name, value) for name, value in moments.items()}}
+
+
+def count_step(state: dict[str, Any]) -> int:
+    """Count one more step in the state of a parameter, in fp32 on the CPU as torch's optimizers do; its number."""
+    state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+    state["step"] += 1
+    return int(state["step"].item())
+
+
+def add_moments(state: dict[str, Any], whole: Tensor, group: dict[str, Any], names: Iterable[str]) -> None:
+    """Moments of these names, zeros of the shape of `whole`, where the state has none."""
+    for name in names:
+        if name not in state:
+            state[name] = zeros(whole, group, name)
 
 
 class Writable:

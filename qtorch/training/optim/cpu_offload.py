@@ -75,10 +75,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; arguments as of any optimizer."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         updated = [p for group in self.param_groups for p in group["params"] if self._fetch(p, group)]
         for parameter in updated:
             if parameter in self._ready:

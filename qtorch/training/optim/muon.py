@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...kernels.ops.adam import key_of, rounded_up_at_random
 from ...primitives.tracing import is_sharded
-from .adam import LowBitAdam, Params, Writable
-from .moment_form import first_element, like, local_of, zeros
+from .adam import LowBitAdam, Params, Writable, add_moments, count_step
+from .moment_form import first_element, like, local_of
 
 
 class Muon8bit(LowBitAdam):
@@ -88,10 +88,8 @@ class Muon8bit(LowBitAdam):
         if parameter.grad.is_sparse:
             raise RuntimeError(f"{type(self).__name__} takes no sparse gradients")
         state = self.state[parameter]
-        state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device="cpu"))
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = zeros(parameter, group, "momentum_buffer")
-        state["step"] += 1
+        number = count_step(state)
+        add_moments(state, parameter, group, ["momentum_buffer"])
         update, held, momentum = local_of(parameter.grad).float(), local_of(state["momentum_buffer"]), group["momentum"]
         if update.numel():
             buffer = held.dequantize().lerp(update, 1 - momentum)
@@ -110,7 +108,7 @@ class Muon8bit(LowBitAdam):
         with Writable(local_of(parameter)) as weight:
             new = (weight.float() * (1 - lr * group["weight_decay"])).add_(update, alpha=-step_size)
             if group["bf16_stochastic_round"] and weight.dtype == torch.bfloat16:
-                new = rounded_up_at_random(new, key_of(int(state["step"].item()), index), first_element(parameter))
+                new = rounded_up_at_random(new, key_of(number, index), first_element(parameter))
             weight.copy_(new)
         if not parameter.is_inference():
             torch.autograd.graph.increment_version(parameter)

@@ -23,8 +23,8 @@ from ...kernels.ops.adam import AdamStep, adam_step
 from ...primitives import LinearSpec, MappingType, PerRow, QuantSpec, ZeroPointDomain, qdtype
 from ...primitives.layouts import smallest_layout
 from ...primitives.tracing import is_sharded
-from .adam import LowBitAdam, Params, Writable
-from .moment_form import as_moment, flat_blocks, form_of, like, local_of, zeros
+from .adam import LowBitAdam, Params, Writable, add_moments, count_step
+from .moment_form import as_moment, flat_blocks, form_of, like, local_of
 
 # The subspace of GaLore: a few orthonormal directions of a gradient, held in 4 bits.
 #
@@ -45,12 +45,6 @@ SPEC = QuantSpec(
     scale_dtype=torch.float32,
     preserve_zero=False,
 )
-
-
-def gram(gradient: Tensor) -> Tensor:
-    """G^T G in fp32; of shards along the first axis the parts of it add up."""
-    gradient = gradient.float()
-    return gradient.T @ gradient
 
 
 def top_directions(gram: Tensor, rank: int) -> Tensor:
@@ -143,9 +137,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
             return
         assert parameter.grad is not None
         state = self.state[parameter]
-        state.setdefault("step", _number(0))
-        state["step"] += 1
-        number = int(state["step"].item())
+        number = count_step(state)
         wide = parameter.shape[0] < parameter.shape[1] and not is_sharded(parameter)
         grad = local_of(parameter.grad).float()
         grad = grad.T if wide else grad
@@ -153,9 +145,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
         reduced = grad @ basis.T
         direction = torch.zeros_like(reduced)
         whole = like(parameter, direction, (parameter.shape[0], direction.shape[1]))
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
-                state[name] = zeros(whole, group, name)
+        add_moments(state, whole, group, ("exp_avg", "exp_avg_sq"))
         beta1, beta2 = group["betas"]
         if reduced.numel():
             blocks = flat_blocks(whole.shape, reduced, group["block_size"])
@@ -176,7 +166,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
         old = orthonormal(state["projector"]) if "projector" in state else None
         if old is not None and number < int(state["next_update"]):
             return old
-        products = gram(grad)
+        products = grad.T @ grad  # of shards along the first axis these add up
         if is_sharded(parameter):
             torch.distributed.all_reduce(products, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
         state["projector"] = stored(top_directions(products, group["rank"]))

@@ -1,8 +1,5 @@
-"""Adapters on quantized layers: how they start, also on embeddings and convolutions, and in several processes."""
+"""Adapters on quantized layers: how they start, also on embeddings and convolutions."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -289,17 +286,3 @@ def test_convolutions(recipe: str, dora: bool) -> None:
         merged = model.merge_and_unload()
     assert isinstance(merged.one.weight, ConvWeight)
     assert 1e-4 < (merged(x) - y).abs().max() < 0.5
-
-
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_ddp_and_fsdp() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(Path(__file__).with_name("ddp_worker.py"))]
-    environment = {**os.environ, "QTORCH_CPU_KERNELS": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("rank 0 ok") == done.stdout.count("rank 1 ok") == 1

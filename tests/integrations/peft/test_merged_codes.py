@@ -29,6 +29,7 @@ FOUR_BITS = {
     "int4": qtorch.int4_weight_only(group_size=32),
     "mxfp4": qtorch.mxfp4_weight_only(),
 }
+HARD = {**FOUR_BITS, "int3": qtorch.intx_weight_only("int3", group_size=32)}
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -157,12 +158,6 @@ def test_other_states_of_adapters() -> None:
     assert torch.equal(output(transposed.merge_and_unload(), ids), y)
 
 
-def quantized_embedding() -> Any:
-    model = llama()
-    quantize_(model, {r".*embed_tokens": qtorch.int8_weight_only()})
-    return model
-
-
 def test_layers_that_have_adapters_already_and_those_that_cannot_be() -> None:
     def refused(message: str, **options: Any) -> None:
         refuses(message, lambda: adapted(prepared(llama(), FOUR_BITS["int4"]), **options))
@@ -170,7 +165,9 @@ def test_layers_that_have_adapters_already_and_those_that_cannot_be() -> None:
     refused("lora_dropout", lora_dropout=0.1)
     refused("lora_bias", lora_bias=True, target_modules=["lm_head", "q_proj"])
     refused("DoRA", use_dora=True)
-    embedding = prepare_for_adapters(quantized_embedding(), gradient_checkpointing=False, merged_codes=True)
+    embedding = llama()
+    quantize_(embedding, {r".*embed_tokens": qtorch.int8_weight_only()})
+    prepare_for_adapters(embedding, gradient_checkpointing=False, merged_codes=True)
     refuses("not Embedding", lambda: adapted(embedding, target_modules=["embed_tokens"]))
     model = adapted(quantized(llama(), FOUR_BITS["int4"]), use_dora=True)
     y = output(model)
@@ -233,11 +230,13 @@ def text(table: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return ids
 
 
-def train(model: Any, table: Tensor, steps: int, lr: float, seed: int) -> None:
+def train(model: Any, table: Tensor, steps: int, lr: float, seed: int, codes_from: int | None = None) -> None:
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
+    for step in range(steps):
+        if step == codes_from:
+            prepare_for_adapters(model, gradient_checkpointing=False, merged_codes=True)
         ids = text(table, 16, generator)
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
@@ -254,21 +253,22 @@ def pretrained() -> Callable[[], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", FOUR_BITS)
-def test_200_steps_have_the_loss_of_merging_and_requantizing(recipe: str, pretrained: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("recipe", ["nf4", "int4", "int3"])
+def test_the_last_steps_through_codes_make_good_the_second_rounding(recipe: str, pretrained: Callable[[], Any]) -> None:
+    """200 steps: no higher a loss than that of merging and quantizing again, within 0.2%, three seeds."""
     table = 0.8 * chain(0) + 0.2 * chain(1)
     ids = text(table, 256, torch.Generator().manual_seed(99))
-    losses: dict[bool, list[float]] = {False: [], True: []}
-    for merged_codes, of in losses.items():
+    losses: dict[int | None, list[float]] = {None: [], 150: []}
+    for codes_from, of in losses.items():
         for seed in range(3):
-            base = quantized(pretrained(), FOUR_BITS[recipe])
-            prepare_for_adapters(base, gradient_checkpointing=False, merged_codes=merged_codes)
+            base = quantized(pretrained(), HARD[recipe])
+            prepare_for_adapters(base, gradient_checkpointing=False)
             torch.manual_seed(seed)
             model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")).train()
-            train(model, table, 200, 5e-4, seed)
+            train(model, table, 200, 3e-3, seed, codes_from)
             y = output(model.eval(), ids)
             with requantize_merged():
                 merged = model.merge_and_unload()
-            assert torch.equal(output(merged, ids), y) is merged_codes
+            assert torch.equal(output(merged, ids), y) is (codes_from is not None)
             of.append(functional.cross_entropy(output(merged, ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item())
-    assert sum(losses[True]) <= 1.002 * sum(losses[False])
+    assert sum(losses[150]) <= 1.002 * sum(losses[None])

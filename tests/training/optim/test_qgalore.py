@@ -11,7 +11,7 @@ from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
 from qtorch.training import CodesWeight, int8_weight_only_quantized_training
 from qtorch.training.optim import AdamW8bit, QGaLoreAdamW8bit
-from qtorch.training.optim.qgalore import gram, orthonormal, rotated, stored, top_directions
+from qtorch.training.optim.qgalore import orthonormal, rotated, stored, top_directions
 from tests.training.small_model import cosine, make_model, parameters_of, train
 
 
@@ -22,11 +22,9 @@ def basis(rank: int, width: int, seed: int = 0) -> Tensor:
 
 def test_directions_and_updates() -> None:
     grad = torch.randn(60, 40) @ torch.diag(torch.linspace(3, 0.1, 40))
-    found = top_directions(gram(grad), 5)
+    found = top_directions(grad.T @ grad, 5)
     expected = torch.linalg.svd(grad).Vh[:5]
     assert torch.allclose((found * expected).sum(1).abs(), torch.ones(5), atol=1e-4)
-    halves = gram(grad[:25]) + gram(grad[25:])
-    torch.testing.assert_close(halves, gram(grad), rtol=1e-4, atol=1e-3)
     exact = basis(8, 100)
     held = stored(exact)
     raw, found = held.dequantize(), orthonormal(held)

@@ -1,13 +1,6 @@
-"""One rank of a test: adapters on a frozen quantized base under DistributedDataParallel and FSDP2."""
+"""One rank of `test_adapters`: adapters on a frozen quantized base under DistributedDataParallel and FSDP2."""
 
-from __future__ import annotations
-
-import os
-import sys
-import warnings
 from typing import Any
-
-sys.path.insert(0, os.getcwd())
 
 import pytest
 import torch
@@ -19,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
+from tests.distributed.processes import worker
 from tests.integrations.peft.models import RECIPES, randomized
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -89,19 +83,12 @@ def check_errors() -> None:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     for recipe, several in OPTIONS.items():
         for options in several:
             check(recipe, options)
         check_sharded(recipe)
     check_errors()
-    print(f"rank {dist.get_rank()} ok", flush=True)
-    dist.destroy_process_group()
-    # Threads of gloo may outlive it, and abort a process that tears itself down.
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    worker(main)
