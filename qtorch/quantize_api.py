@@ -4,8 +4,6 @@ A recipe (`recipes/base.py`) defines how a weight is quantized. Every registered
 (``qtorch.quantize_api.int8_weight_only``).
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Mapping

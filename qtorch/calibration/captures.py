@@ -5,8 +5,6 @@ experts one by one or all at once. A weight is recognized by its memory, so a vi
 rows) is a use of it too; a copy (a cast, `contiguous()`) is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

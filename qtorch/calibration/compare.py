@@ -6,8 +6,6 @@ model as it runs, which modules before it have a part in. Batches are compared o
 the outputs of one batch are kept.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

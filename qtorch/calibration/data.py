@@ -1,7 +1,5 @@
 """Calibration data, and running a model on it; batches of tokens from texts and the tokenizer of a model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

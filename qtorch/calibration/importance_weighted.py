@@ -8,8 +8,6 @@ which is the error of the output of the layer for inputs with uncorrelated eleme
 section 4.1, with the inputs of the layer in place of the gradients of the loss).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

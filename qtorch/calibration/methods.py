@@ -4,8 +4,6 @@
 algorithms that lost least in our measurements (docs/guides/calibration).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 

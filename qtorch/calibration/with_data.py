@@ -1,7 +1,5 @@
 """The part of `quantize_` that runs the model on data, for recipes that ask for it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ but records, numbers, texts, tuples, lists and dicts. Tensors lie in the same zi
 2.13 `serialization.py`, `_utils.py`; Python's `pickletools`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Saving and loading a checkpoint; all of it is checked before the model changes."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Mapping, Set

@@ -8,8 +8,6 @@
 names are those of `transformers.conversion_mapping`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace

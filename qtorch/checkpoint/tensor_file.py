@@ -8,8 +8,6 @@ Tensors are written at multiples of 64 bytes, as torch allocates them, since the
 the alignment. The format has no gaps between tensors, so those whose size is not a multiple of 64 come last.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

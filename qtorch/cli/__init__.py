@@ -4,8 +4,6 @@
 `answer_without_torch` first. So nothing but the standard library is imported here.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

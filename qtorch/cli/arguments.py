@@ -1,7 +1,5 @@
 """Arguments that several subcommands share, and what they print."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

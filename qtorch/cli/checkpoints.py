@@ -1,7 +1,5 @@
 """Subcommands that read and write checkpoints: quantize, convert, inspect."""
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Subcommands on the kernels of this machine: explain, bench."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

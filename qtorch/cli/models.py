@@ -1,7 +1,5 @@
 """Subcommands that run a language model: eval, compare."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from pathlib import Path

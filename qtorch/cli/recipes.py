@@ -4,8 +4,6 @@ Only literals and constructors of this package are evaluated: recipes, scale rul
 `matrices` are the quantized matrices of a checkpoint, or those that a recipe would make of it, without their data.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import enum

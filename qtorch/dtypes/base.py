@@ -273,7 +273,7 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The plain float tensor, in the logical dtype unless `dtype` is given."""
-        if not torch.compiler.is_compiling():
+        if not tracing.is_compiling():
             self.check_inner_tensors()
         return self.scheme.weight.dequantize(*self.plain(), dtype or self.scheme.dtype)
 

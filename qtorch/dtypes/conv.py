@@ -159,7 +159,7 @@ def convolution(
         dilation: Size = 1,
         groups: int = 1,
     ) -> Tensor:
-        if not torch.compiler.is_compiling() and (fast_conv := fast_of("fast_conv", input, weight)) is not None:
+        if not tracing.is_compiling() and (fast_conv := fast_of("fast_conv", input, weight)) is not None:
             differentiates = torch.is_grad_enabled() and (input.requires_grad or linear.requires_grad(bias))
             if not differentiates and input.dim() == ndim + 2:
                 y = fast_conv(input, weight, bias, stride, padding, dilation, groups)
@@ -201,7 +201,7 @@ def _checked_shape(name: str, input: Tensor, weight: Any) -> Sequence[int]:
     shape: tuple[int, ...] = weight.scheme.shape
     linear.check_dtype(name, input, weight.scheme.dtype)
     linear.check_device(name, input, weight)
-    if not torch.compiler.is_compiling():
+    if not tracing.is_compiling():
         weight.check_inner_tensors()
     return shape
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.registry import fresh
-from ..primitives.tracing import F, run_on_constants, transforms_active
+from ..primitives.tracing import F, is_compiling, run_on_constants, transforms_active
 
 ATEN: dict[Any, Callable[..., Any]] = {}
 """aten overload -> handler(func, args, kwargs)."""
@@ -47,7 +47,7 @@ def run(handler: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """The replacement of a torch function, whose result callers change in place as that of the function; what they give
     as `out` is a view where they made it one."""
     result = handler(*args, **kwargs)
-    if type(result) is Tensor and (torch.compiler.is_compiling() or result._is_view()) and "out" not in kwargs:
+    if type(result) is Tensor and (is_compiling() or result._is_view()) and "out" not in kwargs:
         return fresh(result)
     return result
 
@@ -55,7 +55,7 @@ def run(handler: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
 def run_below(kind: type, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A torch function of a quantized tensor of class `kind` that has no replacement, as the aten operators that it
     calls."""
-    if torch.compiler.is_compiling() and (func in TRACED_VIEWS or func in OTHER_VIEWS):
+    if is_compiling() and (func in TRACED_VIEWS or func in OTHER_VIEWS):
         tensor = args[0]
         # torch.export runs the model under modes of its own (strict=False), which know the inner tensors of parameters
         # and no wrapper that is made of them on the way.

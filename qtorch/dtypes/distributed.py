@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..primitives import Scheme
 from ..primitives.layouts import smallest_layout
+from ..primitives.tracing import is_compiling
 from .base import QuantizedTensor
 from .copying import forms_of
 from .dispatch import calling_frame, implements_aten, implements_function, run_below
@@ -76,7 +77,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Tensor:
 def view(tensor: Any, *size: Any, **kwargs: Any) -> Any:
     """`Tensor.view`. FSDP2 keeps a flat view of each shard, which it reads of plain tensors alone. Of packed codes it
     would be a copy, and across blocks of several rows there is none, so FSDP2 gets the shard itself."""
-    if size == (-1,) and isinstance(tensor.scheme, Scheme) and not torch.compiler.is_compiling() and _called_by_fsdp():
+    if size == (-1,) and isinstance(tensor.scheme, Scheme) and not is_compiling() and _called_by_fsdp():
         return tensor.detach()
     return run_below(type(tensor), torch.Tensor.view, (tensor, *size), kwargs)
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..primitives.tracing import refuse_jit_trace, run_whole, starts_no_graph, transforms_active, unwrapped_subclass
+from ..primitives.tracing import (
+    is_compiling,
+    refuse_jit_trace,
+    run_whole,
+    starts_no_graph,
+    transforms_active,
+    unwrapped_subclass,
+)
 from . import dispatch, linear, transposed_weight
 from .base import QuantizedTensor
 from .low_rank_weight import LowRankWeight, matrix_beside
@@ -129,7 +136,7 @@ def _embedding(ids: Tensor, table: Tensor) -> Tensor:
         return _embedding(ids, matrix_beside(table)) + rows.to(table.scheme.dtype)
     linear.check_device("embedding", ids, table)
     kernel = linear.find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         table.check_inner_tensors(not kernel.checks_memory)
     return kernel(ids, table)
 

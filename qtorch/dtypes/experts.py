@@ -37,7 +37,7 @@ def grouped_linear(input: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
         experts: (T, R) integers; below 0 or from E on, they name no expert.
     """
     differentiates = torch.is_grad_enabled() and linear.requires_grad(input)
-    if not torch.compiler.is_compiling() and not differentiates:
+    if not tracing.is_compiling() and not differentiates:
         fast_grouped = linear.fast_of("fast_grouped", input, weight)
         y = None if fast_grouped is None else fast_grouped(input, weight, experts)
         if y is not None:
@@ -81,7 +81,7 @@ def has_kernel(weight: Any, input: Tensor) -> bool:
 
 def _product(input: Tensor, weight: QuantizedTensor, _: None, experts: Tensor) -> Tensor:
     """`grouped_linear` of checked arguments, outside autocast."""
-    compiling = torch.compiler.is_compiling()
+    compiling = tracing.is_compiling()
     if tracing.transforms_active() if compiling else tracing.are_active():
         return tracing.run_whole(_product, input, weight, None, experts)
     # torchao's dispatch knows linear layers.
@@ -129,7 +129,7 @@ NOTE = "a linear layer for each expert, found by reading the index on the host"
 @registry.register("grouped_linear", spec=None, rotated=True, priority=10, note=NOTE)
 def experts_as_linear_layers(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
     """`grouped_linear` with any weight, by the kernels of linear layers."""
-    if not torch.compiler.is_compiling():
+    if not tracing.is_compiling():
         return one_by_one(x, weight, experts)
     tensors = weight.inner_tensors
     return grouped_by_expert(x, experts, list(tensors.values()), ",".join(tensors), _text_of(weight.scheme))
@@ -185,7 +185,7 @@ def _getitem(tensor: Any, index: Any) -> Any:
             and not index.dim()
             and not (index.is_floating_point() or index.dtype is torch.bool)
         )
-        if single and not (torch.compiler.is_compiling() or tracing.are_active() or torch._C._get_tracing_state()):
+        if single and not (tracing.is_compiling() or tracing.are_active() or torch._C._get_tracing_state()):
             return _matrix(tensor, int(index))
     kind = type(tensor) if isinstance(tensor, QuantizedTensor) else QuantizedTensor
     return run_below(kind, torch.Tensor.__getitem__, (tensor, index), {})

@@ -4,8 +4,6 @@ transformers keeps the experts of a layer in one parameter of shape (experts, ro
 two projections one after the other; checkpoints keep one matrix per expert and projection.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

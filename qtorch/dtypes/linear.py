@@ -67,14 +67,14 @@ _lookup_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def find_kernel(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
     """`lookup`, in eager mode and while a compiler traces."""
-    find = _lookup_constant if torch.compiler.is_compiling() else lookup
+    find = _lookup_constant if tracing.is_compiling() else lookup
     return find(op, scheme, dtype, device)
 
 
 @implements_function(functional.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype."""
-    compiling = torch.compiler.is_compiling()
+    compiling = tracing.is_compiling()
     if not compiling and (fast_linear := fast_of("fast_linear", input, weight)) is not None:
         if torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)):
             y = _Linear.apply(input, weight, bias, fast_linear)
@@ -105,7 +105,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """`linear` of a checked input, which under autocast need not have the dtype of the weight."""
-    compiling = torch.compiler.is_compiling()
+    compiling = tracing.is_compiling()
     if tracing.transforms_active() if compiling else are_active():
         if weight.trains:
             return tracing.run_whole(multiply, input, weight, bias)
@@ -241,7 +241,7 @@ def frozen_error(weight: Tensor) -> RuntimeError:
 
 def save_weight(ctx: Any, weight: QuantizedTensor) -> None:
     """Save a frozen weight for the backward by its inner tensors: `model.to` could not swap a weight that is saved."""
-    if torch.compiler.is_compiling():
+    if tracing.is_compiling():
         ctx.save_for_backward(weight)
         ctx.weight = None
         return

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ..primitives.jsonable import jsonable
 from ..primitives.layouts.base import Form, Forms, check_inner_tensors
 from ..primitives.low_rank import low_rank_factors
+from ..primitives.tracing import is_compiling
 from . import base, matrix_weight, views
 
 aten = torch.ops.aten
@@ -170,7 +171,7 @@ def in_halves(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tenso
 
 def matrix_beside(weight: LowRankWeight) -> Any:
     """The matrix beside the branch, also while a compiler traces, which then sees a view of the weight."""
-    if torch.compiler.is_compiling() and not weight.scheme.layout.traces_views:
+    if is_compiling() and not weight.scheme.layout.traces_views:
         return functional.pad(weight, (0, 0))
     return weight.matrix
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..primitives import LinearSpec, QuantSpec, Scheme
 from ..primitives.jsonable import jsonable
 from ..primitives.layouts import Forms, Plain
+from ..primitives.tracing import is_compiling
 from .base import QuantizedTensor, quantized_type
 
 aten = torch.ops.aten
@@ -97,7 +98,7 @@ class MatrixWeight(QuantizedTensor):
     @property
     def matrix(self) -> QuantizedTensor:
         """The weight as a matrix that shares its inner tensors: one object while they are the same, for kernels."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self.new_matrix()
         own = vars(self)
         known: Any = own.get("_matrix")

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..primitives import QuantSpec, Scheme
+from ..primitives.tracing import is_compiling
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 
@@ -61,7 +62,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _check_finite(target: QuantizedTensor, source: Tensor) -> None:
     """Raise `ValueError` if `source` has NaN or infinite values, which would make such scales in a frozen weight."""
     frozen = isinstance(source, QuantizedTensor) and not source.trains  # checked when it was quantized
-    if frozen or source.is_meta or torch.compiler.is_compiling():
+    if frozen or source.is_meta or is_compiling():
         return
     values = source.dequantize() if isinstance(source, QuantizedTensor) else source
     if bool(values.isfinite().all()):

@@ -4,8 +4,6 @@ Every product becomes `linear(input, weight)`, which contracts the last axis of 
 along another axis is transposed first, which moves no data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import FunctionType

@@ -12,8 +12,6 @@ The tensors of a weight called ``layer.weight`` take their names from compressed
 Loading packs the codes again for the layout that the scheme names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

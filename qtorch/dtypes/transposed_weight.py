@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from ..primitives.jsonable import jsonable
+from ..primitives.tracing import is_compiling
 from . import base, dispatch, matrix_weight, views
 
 aten = torch.ops.aten
@@ -186,14 +187,14 @@ def as_view(weight: PaddedWeight) -> Any:
 
 def contracted(weight: Tensor) -> Tensor:
     """The transpose of `weight`, a quantized tensor of two axes: what `F.linear` takes in place of ``x @ weight``."""
-    if isinstance(weight, TransposedWeight) and not weight.scheme.padding and not torch.compiler.is_compiling():
+    if isinstance(weight, TransposedWeight) and not weight.scheme.padding and not is_compiling():
         return weight.matrix
     return weight.t()
 
 
 def padded_matrix(weight: PaddedWeight) -> Tensor:
     """`matrix`, also while a compiler traces: the weight with zeros at the end of its rows."""
-    if torch.compiler.is_compiling() and not weight.scheme.layout.traces_views:
+    if is_compiling() and not weight.scheme.layout.traces_views:
         return functional.pad(weight, (0, weight.scheme.padding))
     return weight.matrix
 

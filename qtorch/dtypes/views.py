@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..primitives import Granularity, Scheme, granularity
 from ..primitives.layouts import layout_for
+from ..primitives.tracing import is_compiling
 from .dispatch import implements_aten, implements_traced_view
 
 aten = torch.ops.aten
@@ -126,7 +127,7 @@ def part_of(tensor: Any, part: Any) -> Any:
     """`part`, a slice of `tensor`, which notes whether some of its inner tensors are copies: scales that are quantized
     together with the rest, codes that had to be unpacked. Then `copy_` into it would miss the tensor, and is an
     error."""
-    if not torch.compiler.is_compiling() and not part.is_meta:
+    if not is_compiling() and not part.is_meta:
         own = tensor.inner_tensors
         shares = (
             name in own and inner.untyped_storage()._cdata == own[name].untyped_storage()._cdata

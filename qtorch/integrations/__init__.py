@@ -3,8 +3,6 @@
 ON_IMPORT       module of the other package -> module of this one, imported right after it
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from importlib import import_module

@@ -10,8 +10,6 @@ has no hook for that. So importing this module, which happens right after accele
 its function that writes a file and around the two that read one. What has no quantized weights passes through.
 """
 
-from __future__ import annotations
-
 import os
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping

@@ -7,8 +7,6 @@ imported after diffusers. Each weight is quantized as soon as it is read, so tha
 a whole. Files hold plain tensors (see `dtypes.serialize`) and JSON in the metadata of each shard.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

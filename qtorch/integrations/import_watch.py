@@ -6,8 +6,6 @@ quantizers, and qtorch is imported when a folder is loaded whose `quant_method` 
 file for that without importing the package, so it imports nothing but Python's own modules.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

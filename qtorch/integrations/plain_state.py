@@ -1,7 +1,5 @@
 """The plain tensors that stand for a state dict with quantized weights, as folders of other packages store them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

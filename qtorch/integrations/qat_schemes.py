@@ -1,7 +1,5 @@
 """Schemes of quantization-aware training by the names that Unsloth (`qat_scheme`) and axolotl (`qat:`) give them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from .. import recipes

@@ -11,8 +11,6 @@ Weights in training take the two styles of this file, which choose the scales of
 and add up integers before they are scaled (`training.engine.split`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ looks at the class of the outer module: PEFT's layers keep what they adapt in `b
 of those packages stay as they are, and a package is imported only by a handler that has seen one of its modules.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import warnings

@@ -11,8 +11,6 @@ per window. The weight is a matrix (N, T * C): a scale per row is one per output
 channels. Channels come last because whole pixels are then copied, which is ten times as fast.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..primitives import PerAxis, Scheme
+from ..primitives.tracing import is_compiling
 from .custom_ops import opaque
 from .linear.scaled import INTEGERS
 from .ops import portable, quantize
@@ -101,7 +100,7 @@ def multiply_windows(x: Tensor, window: Window, multiply: Callable[[Tensor, int]
         multiply: (rows (M, T * C / groups), index of the group) -> (M, N / groups).
     """
     windows = _windows(x, window)
-    pieces = [windows] if torch.compiler.is_compiling() or torch.is_grad_enabled() else _pieces(windows)
+    pieces = [windows] if is_compiling() or torch.is_grad_enabled() else _pieces(windows)
     results = []
     for piece in pieces:
         of_groups = enumerate(_rows_of_groups(piece, window))

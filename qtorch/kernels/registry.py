@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..primitives import QuantSpec, Scheme
 from ..primitives.layouts import packed_length
+from ..primitives.tracing import is_compiling
 from .config import config, generation
 from .custom_ops import note, recording
 
@@ -90,7 +91,7 @@ class Kernel:
         return self.is_reference or self.emulates
 
     def __call__(self, *args: Any) -> Tensor:
-        if recording() and not torch.compiler.is_compiling():
+        if recording() and not is_compiling():
             note(f"{self.op}:{self.name}")
         return self.function(*args)
 
@@ -306,7 +307,7 @@ def from_rows(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
 def fresh(y: Tensor) -> Tensor:
     """`y`, whose memory nobody else reads, as a tensor that is no view to autograd, without a copy. Autograd refuses to
     change the views that a `Function` returns, and those made without gradients, in place."""
-    return unsafe_view(y, y.shape) if torch.compiler.is_compiling() or y._is_view() else y
+    return unsafe_view(y, y.shape) if is_compiling() or y._is_view() else y
 
 
 def power_if_larger(rows: Tensor, limit: float, power: float) -> Tensor:

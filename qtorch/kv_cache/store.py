@@ -16,6 +16,7 @@ from ..kernels.ops.kv_attention import kv_attention
 from ..kernels.ops.quantize import rotate_heads
 from ..primitives.jsonable import jsonable
 from ..primitives.qdtype import qdtype
+from ..primitives.tracing import is_compiling
 
 
 @jsonable
@@ -239,7 +240,7 @@ _said: set[str] = set()
 
 def say_once(what: str) -> None:
     """Warn that keys and values are dequantized, once for each reason."""
-    if not torch.compiler.is_compiling() and what not in _said:
+    if not is_compiling() and what not in _said:
         _said.add(what)
         warnings.warn(f"qtorch: the quantized KV cache is dequantized at each step: {what}", stacklevel=2)
 

@@ -1,7 +1,5 @@
 """GrowingKV, of any number of tokens, and StaticKV, with room for a fixed number, for `torch.compile`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,6 +7,7 @@ from torch import Tensor
 
 from ..kernels.cache_form import Parts
 from ..kernels.ops.quantize import quantize_keys_and_values
+from ..primitives.tracing import is_compiling
 from .store import KVCacheSpec, KVStore
 
 SMALLEST = 64
@@ -212,7 +211,7 @@ class StaticKV(KVStore):
         self.note_form(keys, values)
         count = keys.shape[2]
         # Reading the length would stop a GPU, and a compiler; elsewhere an index beyond the end is an error of torch.
-        if keys.is_cpu and not torch.compiler.is_compiling() and int(self.length) + count > self.max_length:
+        if keys.is_cpu and not is_compiling() and int(self.length) + count > self.max_length:
             raise ValueError(f"a static cache of {self.max_length} tokens has {int(self.length)}, got {count} more")
         positions = torch.arange(count, device=keys.device) + self.length
         of_keys, of_values = quantize_keys_and_values(*self._rotate(keys.detach(), values.detach()), self.form)

@@ -1,7 +1,5 @@
 """Caches of transformers whose layers of full attention hold codes."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -13,6 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels.ops.kv_attention import attend, float_attention
+from ..primitives.tracing import is_compiling
 from .store import KVCacheSpec, StoredKV, say_once
 from .stores import GrowingKV, StaticKV
 
@@ -302,7 +301,7 @@ class QuantizedStaticLayer(_Quantized, cache_utils.StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.store.initialize(key_states, value_states)
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             for tensor in (*self.store.keys, *self.store.values, self.store.length):
                 torch._dynamo.mark_static_address(tensor)
         super().lazy_initialization(key_states, value_states)

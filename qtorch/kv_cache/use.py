@@ -1,7 +1,5 @@
 """What a user calls. transformers is imported by the functions that need it."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import torch

@@ -1,7 +1,5 @@
 """explain: which kernel runs for a quantized weight, and why the others do not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, overload
 

@@ -7,8 +7,6 @@ with its module, so that a copy of the module gets its own; it reads the paramet
 never outdated; and its reference to the module is weak, so that the memory of a deleted model is freed at once.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -20,6 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils import parametrize
 
 from ..dtypes import QuantizedTensor, embedding
+from ..primitives.tracing import is_compiling
 from .install import check_model
 
 
@@ -33,7 +32,7 @@ class QuantizedRepr:
         module = self._module()
         if module is None:  # called on a shallow copy of a deleted module
             return ""
-        if torch.compiler.is_compiling():  # torch.func.vmap reads the name of what it maps; text cannot be traced
+        if is_compiling():  # torch.func.vmap reads the name of what it maps; text cannot be traced
             return type(module).extra_repr(module)
         return ", ".join(filter(None, [type(module).extra_repr(module), *_weights(module)]))
 

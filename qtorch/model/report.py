@@ -1,7 +1,5 @@
 """QuantizeReport: what `quantize_` did to each layer, or why it did nothing; and its rows, made from targets."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -5,8 +5,6 @@ attribute). The argument `targets` of `quantize_` includes slots by their kind; 
 names. A tied weight is one parameter in several slots: one `Target`, quantized once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager

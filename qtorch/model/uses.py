@@ -4,8 +4,6 @@
 parameters take part in products, and which of their axes the products sum over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

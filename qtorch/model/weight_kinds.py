@@ -6,8 +6,6 @@ quantized as the matrix, or matrices, (..., N, K), so that a scale belongs to an
 `register_weight_kind` adds a rule for modules of other packages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 

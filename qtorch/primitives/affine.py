@@ -18,8 +18,6 @@ and MLX, FRACTIONAL that of HQQ. In the last three, zero points are real numbers
 fused.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 
@@ -31,6 +29,7 @@ from .jsonable import jsonable
 from .qdtype import QDType, qdtype
 from .rounding import Noise, Rounding, round_to_integer
 from .slices import in_slices
+from .tracing import is_compiling
 
 # NaN and infinities: most codes cannot represent them, so scales carry them.
 # The scale of a block with a NaN or an infinity is NaN, and so is all that is computed with it. If the rows (tokens)
@@ -41,9 +40,14 @@ from .slices import in_slices
 def with_non_finite(values: Tensor, source: Tensor) -> Tensor:
     """`values`, with NaN where `source`, which broadcasts to their shape, is NaN or infinite; a negative zero keeps its
     sign if that of `source` is negative too."""
-    if torch.compiler.is_compiling():  # for inductor, zero times anything is zero
+    if is_compiling():  # for inductor, zero times anything is zero
         return torch.where(source.abs() < torch.inf, values, torch.nan)
     return torch.add(values, source, alpha=0)
+
+
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor with the bits of every device: by a number CUDA multiplies with its reciprocal, by a tensor not."""
+    return x / (torch.full((), divisor, dtype=x.dtype, device=x.device) if x.is_cuda else divisor)
 
 
 def lost_rows(x: Tensor) -> Tensor:

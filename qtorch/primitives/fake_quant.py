@@ -4,8 +4,6 @@ y      = dequantize(quantize(x))
 dL/dx  = dL/dy where x did not clip, 0 elsewhere
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -8,8 +8,6 @@ tensor and one element per block:
 For a weight (N, K), `PerRow` gives blocks (1, K) and a scale (N, 1), groups of 32 give (1, 32) and (N, K / 32).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .jsonable import jsonable, wrong_type
+from .tracing import is_compiling
 
 Block = tuple[int, ...]
 
@@ -193,7 +192,7 @@ class BlockView:
         return split.permute(*outside, *self.dims).reshape(count, split.numel() // count if count else 0)
 
     def merge(self, x: Tensor) -> Tensor:
-        compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        compiled = is_compiling() and not torch.compiler.is_exporting()
         if not compiled or not x.is_cpu or x.dim() == len(self.shape):
             return x.reshape(self.shape)
         # Of a reshaped tensor Inductor reads the scale of element i at i // block. It fails to split such a loop beside

@@ -5,8 +5,6 @@ so that a later change of a default does not change the meaning of old files. En
 dotted strings (``"MappingType.SYMMETRIC"``, ``"torch.bfloat16"``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

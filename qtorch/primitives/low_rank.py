@@ -9,8 +9,6 @@ The singular vectors are found by subspace iteration (Halko, Martinsson, Tropp, 
 takes a few products with A in place of a whole decomposition.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -1,8 +1,6 @@
 """Pruning to a structure that kernels skip: 2:4, of each run of four along an axis at most two elements are not zero;
 or blocks, of which each row of blocks keeps as many."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

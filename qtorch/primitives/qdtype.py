@@ -3,8 +3,6 @@
 The bounds are a table, as in AQT, which settles whether a scale divides by 127, 127.5 or 128.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import floatx, slices
-from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, with_non_finite
+from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, quotient, with_non_finite
 from .granularity import Block, BlockView, Granularity
 from .qdtype import QDType
 
@@ -102,20 +102,20 @@ def choose_qparams_affine_with_min_max(
 
     middle = (high_code + low_code + 1) / 2
     if mapping_type is MappingType.SYMMETRIC:
-        scale = torch.maximum(-low, high) / (float(high_code - low_code + (not preserve_max_val)) / 2)
+        scale = quotient(torch.maximum(-low, high), float(high_code - low_code + (not preserve_max_val)) / 2)
     elif mapping_type is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
         zero_code = 0 if zero_point_domain is ZeroPointDomain.NONE else int(middle)
-        below = low / (low_code - zero_code) if low_code != zero_code else torch.zeros_like(low)
-        above = high / (high_code - zero_code) if high_code != zero_code else torch.zeros_like(high)
+        below = quotient(low, low_code - zero_code) if low_code != zero_code else torch.zeros_like(low)
+        above = quotient(high, high_code - zero_code) if high_code != zero_code else torch.zeros_like(high)
         scale = torch.maximum(below, above)
     elif mapping_type is MappingType.SYMMETRIC_SIGNED:
         zero_code = 0 if zero_point_domain is ZeroPointDomain.NONE else int(middle)
-        scale = torch.where(high > -low, high, low) / (low_code - zero_code or high_code)
+        scale = quotient(torch.where(high > -low, high, low), low_code - zero_code or high_code)
     else:
         steps = float(high_code - low_code)
-        scale = (high - low) / steps
+        scale = quotient(high - low, steps)
         # The difference of two huge numbers may overflow, that of their quotients does not.
-        scale = torch.where(scale.isinf(), high / steps - low / steps, scale)
+        scale = torch.where(scale.isinf(), quotient(high, steps) - quotient(low, steps), scale)
     limits = torch.finfo(scale_dtype)
     largest = limits.max
     if mapping_type is not MappingType.SYMMETRIC_NO_CLIPPING_ERR:

@@ -1,7 +1,5 @@
 """Rounding to integers: to the nearest, ties to even, or stochastic."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A rule implements `min_max(input, spec)`, which returns two fp32 tensors in the 
 `choose_qparams_affine_with_min_max` turns them into scale and zero point. A new rule is a frozen dataclass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .tracing import are_active
+from .tracing import are_active, is_compiling
 
 SLICE_ELEMENTS = 1 << 18
 """Elements of a slice for each thread: a megabyte in fp32."""
@@ -33,7 +33,7 @@ def needs_slices(input: Tensor) -> bool:
 
 def is_plain_on_cpu(input: Tensor) -> bool:
     """Whether only its numbers matter: contiguous, on CPU, of no subclass, and nothing traces or differentiates."""
-    if torch.compiler.is_compiling() or input.device.type != "cpu":
+    if is_compiling() or input.device.type != "cpu":
         return False
     if type(input) is not Tensor and type(input) is not torch.nn.Parameter:
         return False

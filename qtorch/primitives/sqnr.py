@@ -1,7 +1,5 @@
 """Signal-to-quantization-noise ratio (SQNR), the measure of all accuracy checks of the library."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,10 +12,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.function import Function
+from torch.torch_version import TorchVersion
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _is_compiling() -> bool:
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+is_compiling = torch.compiler.is_compiling if TorchVersion(torch.__version__) >= "2.13" else _is_compiling
+"""Whether a compiler traces, or runs what it has traced on fake tensors; before 2.13 torch does not tell the second."""
 
 
 def starts_no_graph(function: F) -> F:
@@ -41,7 +51,7 @@ def is_sharded(tensor: Any) -> bool:
 
 def refuse_jit_trace() -> None:
     """Raise `TypeError` inside `torch.jit.trace`, which would record the result of a quantized layer as a constant."""
-    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+    if not is_compiling() and torch._C._get_tracing_state() is not None:
         raise TypeError(
             "torch.jit.trace would record the result of a quantized layer as a constant; use torch.export, or "
             "dequantize_(model) first"
@@ -90,7 +100,7 @@ _are_active_constant._dynamo_marked_constant = True  # type: ignore[attr-defined
 
 def transforms_active() -> bool:
     """`are_active`, in eager mode and while a compiler traces."""
-    return _are_active_constant() if torch.compiler.is_compiling() else are_active()
+    return _are_active_constant() if is_compiling() else are_active()
 
 
 def apply(function: type[Function], *args: Any) -> Any:

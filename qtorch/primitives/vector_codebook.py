@@ -19,8 +19,6 @@ block is a group, or, where a row has one scale, the largest power of two up to 
 Sources: QuIP#, arXiv 2402.04396 (Hadamard matrices with random signs; codebooks of lattices); AQLM, arXiv 2401.06118.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Weights as indices into tables of values, or of vectors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

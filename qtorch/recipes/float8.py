@@ -1,7 +1,5 @@
 """float8 weights and other floats of few bits; activations in floating point or in float8."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

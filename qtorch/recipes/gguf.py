@@ -20,8 +20,6 @@ ggml searches sc and mn; here the range of a group gives them, or what calibrati
 Source: ggml/src/ggml-quants.c.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 

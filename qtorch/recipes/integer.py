@@ -1,7 +1,5 @@
 """Integer weights, with activations in floating point or in int8."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

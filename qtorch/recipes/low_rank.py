@@ -1,7 +1,5 @@
 """A branch of low rank in 16 bits beside the codes of any recipe: w = Q + up down (SVDQuant, arXiv 2411.05007)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights, and activations, in the block formats of `primitives.spec`: MX and NVFP4."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar

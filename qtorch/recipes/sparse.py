@@ -1,7 +1,5 @@
 """Weights with zeros that products skip: whole blocks, or two of each four elements."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Recipes with static activations, whose scale is fixed instead of computed on each call."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -10,8 +10,6 @@ quantize_(model, qat(recipe))
 loss, output = distill(model, teacher, Distillation(), input_ids=ids)
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from contextlib import ExitStack

@@ -12,8 +12,6 @@ wherever they stand; activations are made of exp, tanh and erf, which torch comp
 differentiates them as they are. The cost is a pass over all products of an attention or float layer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """fastest: the recipe under which each linear layer takes least time, on this machine and with the inputs it gets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -3,8 +3,6 @@
 A tied weight is one item, and so are all experts of a weight (E, N, K).
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

@@ -8,8 +8,6 @@ from shapes; time is what that weight took, scaled by the operations of the othe
     the model       once on every batch, for the outputs of its blocks
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ inputs are wanted records its arguments and ends the run. So whatever a model do
 norms, a decoder that reads an encoder) happens as it always does.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Observers whose range follows from extremes and means of batches, and which follow a model in training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Observers that search for the range that scores best, among those that shrink the extremes of what was seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar

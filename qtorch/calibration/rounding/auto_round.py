@@ -12,8 +12,6 @@ Source: AutoRound, arXiv 2309.05516, section 3. There m is the sign of the gradi
 the error of the output (docs/guides/calibration): they move all elements as far as the few that matter.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

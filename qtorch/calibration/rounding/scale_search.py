@@ -11,8 +11,6 @@ Llama worse. With `compare`, codes are therefore chosen with the searched scales
 row takes the better of the two.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

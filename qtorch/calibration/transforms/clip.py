@@ -11,8 +11,6 @@ target, which would take the clamped weights for the true ones.
 Source: AWQ's reference implementation, llm-awq, auto_clip; there, the search takes 512 tokens, as here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

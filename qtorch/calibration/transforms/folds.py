@@ -7,8 +7,6 @@ values are those of new parameters in all places of the old ones, which are not 
 ones back after an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

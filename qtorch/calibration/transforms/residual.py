@@ -5,8 +5,6 @@ rotated tensor is added to has to be rotated, too, back to the parameter that wr
 pass a rotation if they have no weights of their own; linear layers take it back. Anything else cannot be rotated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ before, since a norm without weights passes a rotation.
 Source: QuaRot, arXiv 2404.00456, section 4; names of SpinQuant, arXiv 2405.16406.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

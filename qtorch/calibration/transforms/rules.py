@@ -4,8 +4,6 @@ An operation without a rule blocks all scales that reach it. A rule may be wrong
 verified numerically before they are used (see `work`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import getitem
 from typing import Any

@@ -1,7 +1,5 @@
 """smooth and awq: scales of input channels that are folded into what makes the input: a norm, or the layer before."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -3,8 +3,6 @@
 What transforms share is a `Work`: the model, its graph, its parameters, the data, and the recipes of its weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """The format of BitNet, as transformers stores it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The format of bitsandbytes, as transformers stores it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

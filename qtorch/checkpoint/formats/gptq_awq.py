@@ -26,8 +26,6 @@ Folders of GPTQ and AWQ are written too, for engines that read only those. Codes
 they are: `load_quantized` gives the same tensors back, bit for bit. A model has one width of codes and one group size.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The format of HQQ, as its layers and transformers store it."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -2,8 +2,6 @@
 them: DeepSeek, NVIDIA Model Optimizer, quanto and gpt-oss. w = q * s
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import ClassVar

@@ -13,8 +13,6 @@ Classes whose codes or scales are in the order of a device are refused. Activati
 torchao 0.18 `prototype/safetensors/`, `quantization/quantize_/workflows/`, `prototype/mx_formats/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Which recipe each tensor of a checkpoint gets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

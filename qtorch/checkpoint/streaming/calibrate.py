@@ -1,7 +1,5 @@
 """Calibrating the weights of a checkpoint with one block of the model in memory."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ A form says which plain tensors stand for a parameter, and completes the files a
 tensors is JSON data, so that another process can continue.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

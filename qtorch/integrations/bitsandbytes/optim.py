@@ -1,7 +1,5 @@
 """Optimizers of bitsandbytes: Adam and AdamW of 8 bits, and paged ones, whose states lie on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -6,8 +6,6 @@ kernels of the portable layout. The exported program holds codes and scales, and
 ``torch.ops.aten`` and ``torch.ops.quantized_decomposed``: it runs where qtorch is not installed.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any, TypeVar, cast

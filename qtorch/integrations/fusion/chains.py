@@ -3,8 +3,6 @@
 y = clamp(conv(x) + bias (+ other)),    each step optional
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Mapping

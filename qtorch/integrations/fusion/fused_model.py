@@ -4,8 +4,6 @@ A value has a real form, and codes for each way in which convolutions quantize i
 first consumer as it finishes its sums, and the reals only where something else reads them.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ...kernels.conv import is_channels_last
 from ...kernels.cpu import compiled_library, conv_codes
 from ...model.install import check_model
+from ...primitives.tracing import is_compiling
 from .chains import Chain, Numerics, Shapes, find_chains, shapes_of
 from .fused_steps import ConvStep, EncodeStep, NotFinite, PlainStep, PoolStep, Run, Step, Workspace, as_pair
 
@@ -167,7 +166,7 @@ class FusedModel(nn.Module):
         self._forget()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or torch.compiler.is_compiling() or not self._takes(args):
+        if kwargs or is_compiling() or not self._takes(args):
             return self.model(*args, **kwargs)
         plan = self._current_plan()
         if plan is None or len(args) != len(plan.placeholders):

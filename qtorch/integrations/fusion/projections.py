@@ -1,7 +1,5 @@
 """fuse_projections: linear layers of one input as one product."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

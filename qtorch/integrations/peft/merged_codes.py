@@ -12,8 +12,6 @@ quantizes it. Between forward and backward x, A and B are kept, and nothing of t
 codes again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

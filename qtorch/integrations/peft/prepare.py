@@ -1,7 +1,5 @@
 """prepare_for_adapters: what a quantized model needs before its adapters are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 

@@ -5,8 +5,6 @@
 nothing. Whatever has no equivalent raises a `ValueError` that says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@
 inductor. Whatever has no equivalent raises a `ValueError` that says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

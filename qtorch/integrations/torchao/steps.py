@@ -6,8 +6,6 @@ for batch in batches:
 quantize_(model, AWQConfig(base, step="convert"))    # calibrated(base, what was kept, transforms=[awq()])
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

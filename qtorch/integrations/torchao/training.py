@@ -1,7 +1,5 @@
 """torchao's configurations for training: low precision, and quantization-aware training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

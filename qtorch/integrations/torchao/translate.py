@@ -4,8 +4,6 @@ A rule raises `ValueError` with what to write instead. Objects of torchao are re
 and members, so that it need not be installed.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Importing it registers the quantizer "qtorch"; ``import qtorch`` does so as soon as transformers is imported.
 """
 
-from __future__ import annotations
-
 from ...model.install import LISTENERS
 from ...primitives.supported_versions import check_version
 

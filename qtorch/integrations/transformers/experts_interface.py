@@ -9,8 +9,6 @@ default. Layers whose experts are not quantized, or have adapters, run "grouped_
 Compiled graphs of "grouped_mm" call transformers' own operator, which is handled here too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ...dtypes import QuantizedTensor, dispatch, products
 from ...dtypes.experts import grouped_linear, grouped_linear_call
+from ...primitives.tracing import is_compiling
 
 NAME = "qtorch"
 
@@ -63,7 +62,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     experts = top_k_index.reshape(-1, 1)
     # The bias of experts on other devices is read, and multiplied by zero.
     known = experts[:, 0].clamp(0, self.num_experts - 1) if self.has_bias else None
-    multiply = grouped_linear_call if torch.compiler.is_compiling() else grouped_linear
+    multiply = grouped_linear_call if is_compiling() else grouped_linear
     y = multiply(hidden_states.to(up.dtype), _stored(up, self), top_k_index)
     if known is not None:
         y = y + (self.gate_up_proj_bias if has_gate else self.up_proj_bias)[known]

@@ -1,7 +1,5 @@
 """`compile_generate`: the step of a token in transformers' `generate`, compiled."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

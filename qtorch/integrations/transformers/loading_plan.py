@@ -2,8 +2,6 @@
 loaded, decided on the model without values, or found quantized in the files.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ transformers gives a quantizer no hooks for these. So importing this module, whi
 ``transformers.modeling_utils`` is imported, puts one step around four methods: models of other packages pass through.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable

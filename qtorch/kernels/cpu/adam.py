@@ -1,7 +1,5 @@
 """A step of Adam, compiled: one pass over the parameter, its gradient and its moments."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

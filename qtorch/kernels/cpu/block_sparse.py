@@ -3,14 +3,13 @@
 With int8 activations the sums are exact in int32, and the result has the bits of the dense weight's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...primitives.layouts.packed import can_pack_bits
+from ...primitives.tracing import is_compiling
 from ..custom_ops import note, opaque, recording
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
 from ..linear.scaled import supports_int32
@@ -93,7 +92,7 @@ def _check_columns(columns: Tensor, n: int, k: int) -> None:
 def _quantized(x: Tensor, quantized: Any) -> Quantized:
     """(codes, scale, zero point) of the rows of x."""
     quantizer = row_quantizer(quantized.scheme.activation)
-    if quantizer is None or torch.compiler.is_compiling() or library() is None:
+    if quantizer is None or is_compiling() or library() is None:
         return quantize_input(x, quantized)
     return quantize_rows(x, list(quantizer))
 

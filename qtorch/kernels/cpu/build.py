@@ -5,8 +5,6 @@ neither has. The sources use no header of torch or Python, so one build serves e
 neither torch nor qtorch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

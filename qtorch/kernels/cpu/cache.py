@@ -6,8 +6,6 @@ Loading a library runs its code: the folders are created with mode 0700, and not
 user could have written to.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -6,18 +6,16 @@ xs and xz are static, or chosen for each image. The sums are exact in int32 and 
 are those of `multiply_windows` and of `image_conv`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...primitives.granularity import PerTensor
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import QuantSpec
+from ...primitives.tracing import is_compiling
 from ..conv import Window, empty_result, scales_images
 from ..custom_ops import note, opaque, recording
 from ..ops.int_matmul import int32_terms
@@ -116,6 +114,6 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
         x, xs, xz, list(quantizer), shift, quantized.qdata, quantized.scale, list(scheme.shape), stride, padding,
         dilation, window.groups, scheme.weight.dtype.name, added,
     )  # fmt: skip
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         prepare(quantized, Activation(quantizer, shift, static))
     return add_bias(y, bias)

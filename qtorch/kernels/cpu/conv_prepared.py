@@ -4,8 +4,6 @@ As for linear layers (`weight_only.py`), the second convolution with a weight ca
 runs what the first one has prepared.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

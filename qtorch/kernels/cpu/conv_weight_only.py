@@ -7,8 +7,6 @@ time, into the cache. Otherwise it is torch's, of the weight in floating point: 
 that calls share, or once, where `qtorch.config.float_copy_bytes` has room for a copy.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...primitives.tracing import is_compiling
 from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last
 from ..custom_ops import note, opaque, recording
 from ..registry import Problem, needs_floats
@@ -172,7 +171,7 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
     of_weight = (quantized.qdata, matrix.dense_scale(), matrix.dense_zero_point(), *weight.form(scheme.matrix))
     about = (list(scheme.shape), stride, padding, dilation, window.groups, added)
     y = cpu_weight_only_conv(x, *of_weight, *about)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         prepare(quantized, None)
         ChannelwiseConv.prepare(quantized)
     return add_bias(y, bias)

@@ -3,8 +3,6 @@
 y[i] = dequantize(w)[ids[i]]
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ has for its number of rows. An activation is quantized once for all experts of a
 product with a weight calls `CompiledExperts.grouped` at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...primitives.tracing import is_compiling
 from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
@@ -270,7 +269,7 @@ def _supports(problem: Problem) -> str | None:
 def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     form = weight.form(quantized.scheme)
     y = cpu_experts_mm(x, experts, quantized.qdata, quantized.dense_scale(), quantized.dense_zero_point(), *form)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         FloatExperts.prepare(quantized)
     return y
 
@@ -289,6 +288,6 @@ def _grouped_linear_int8(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     rows, xs, xz, quantizer = int8_linear.activation_of(x, quantized)
     ws, wz, kind = quantized.dense_scale(), quantized.zero_point, scheme.weight.dtype.name
     y = cpu_experts_int8_mm(rows, experts, xs, xz, quantizer, quantized.qdata, ws, wz, packed, kind, x.dtype)
-    if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
+    if not is_compiling() and quantizer and not scheme.spec.static:
         IntExperts.prepare(quantized)
     return y

@@ -6,8 +6,6 @@ from: it is freed with that tensor, and not used after the codes, scale or zero 
 no reference to its copy, so it is never saved, moved or copied with the weight.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref

@@ -3,8 +3,6 @@
 The activation is quantized in the same call if its spec quantizes each row by itself.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +15,7 @@ from ...primitives.qdtype import qdtype
 from ...primitives.rounding import Rounding
 from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec, Scheme
+from ...primitives.tracing import is_compiling
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
@@ -231,18 +230,18 @@ _is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
-    if torch.compiler.is_compiling() and _is_better_fused(scheme) and not is_at_most(x.numel(), 16 * x.shape[-1]):
+    if is_compiling() and _is_better_fused(scheme) and not is_at_most(x.numel(), 16 * x.shape[-1]):
         return scaled.int8_scaled_mm(x, quantized, bias)
     xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None
     added, bias = weight.split_bias(bias, x, scheme.shape[0])
-    is_dense = quantized.scale_scale is None or torch.compiler.is_compiling()
+    is_dense = quantized.scale_scale is None or is_compiling()
     arguments: tuple[Any, ...] = (
         xq, xs, xz, quantizer, quantized.qdata, scheme.shape[0],
         quantized.dense_scale() if is_dense else quantized.scale, quantized.zero_point,
         packed, scheme.weight.dtype.name, x.dtype, added,
     )  # fmt: skip
     y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, QuantizedScales.of(quantized)))
-    if not torch.compiler.is_compiling() and quantizer and not scheme.spec.static:
+    if not is_compiling() and quantizer and not scheme.spec.static:
         _Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

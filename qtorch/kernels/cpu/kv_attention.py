@@ -1,7 +1,5 @@
 """Attention on keys and values in codes or floats, compiled: each is read once for all queries of its head."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Memory that compiled kernels read and write: addresses of tensors, and uninitialized tensors for results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ integer products with scales for blocks of both operands, or one scale a row.
 Torch's own operators pass over an operand a dozen times, and write a tensor of its size each time.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from ...primitives.qdtype import QDType
 from ...primitives.rounding import Rounding
 from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec
-from ...primitives.tracing import are_active
+from ...primitives.tracing import are_active, is_compiling
 from ..custom_ops import TENSORS, implement, note, portable
 from ..features import cpu_has
 from ..ops.block_mm import int8_block_mm
@@ -104,7 +102,7 @@ def numbers_of(spec: QuantSpec, dtype: torch.dtype) -> Numbers | None:
 def readers(*matrices: Tensor) -> Library | None:
     """The library, if these matrices have memory and nothing records what is done with them: no graph, gradient or
     transform."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or are_active():
+    if is_compiling() or torch._C._get_tracing_state() is not None or are_active():
         return None
     for x in matrices:
         if type(x) not in TENSORS or x.dim() != 2 or not x.numel() or (x.requires_grad and torch.is_grad_enabled()):

@@ -8,8 +8,6 @@ implementations, vmap and everything else stay in Python.
 The library is attached when the library of kernels is first chosen, never at import.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

@@ -4,8 +4,6 @@ Each block of a weight is a row of the quantizer of activations, which chooses i
 is in the cache. Scales that it does not choose (of other rules, or rounded to 16 bits) are chosen by torch operators.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

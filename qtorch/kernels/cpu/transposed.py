@@ -5,8 +5,6 @@
 C++ dequantizes a slice of rows of the weight into the cache, torch multiplies it, and products are added up in fp32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

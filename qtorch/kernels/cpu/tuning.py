@@ -1,7 +1,5 @@
 """`tune_cpu`: measure the choice between variants on this machine, and use it from then on."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

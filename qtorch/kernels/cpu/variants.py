@@ -11,8 +11,6 @@ that `tune_cpu` wrote for this user, and `variants.json`; in each the table of t
 this vendor.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

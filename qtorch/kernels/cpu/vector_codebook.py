@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ...primitives.tracing import is_compiling
 from ..custom_ops import opaque
 from ..linear.vector_codebook import LAYOUT, rotation_of, vector_codebook_mm
 from ..linear.vector_codebook import supports as has_rows
@@ -43,6 +43,6 @@ def _supports(problem: Problem) -> str | None:
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = weight.split_bias(bias, x, quantized.scheme.shape[0])
     y = cpu_vector_codebook_mm(to_rows(x), quantized.qdata, quantized.scale, rotation_of(quantized), added)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)

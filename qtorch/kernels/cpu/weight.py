@@ -1,7 +1,5 @@
 """A quantized weight as the compiled kernels read it: a `structs.Weight`, made and checked once."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import weakref

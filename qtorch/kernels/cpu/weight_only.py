@@ -11,8 +11,6 @@ five to ten times as long as in a loop. So from the second call of a layer on, `
 at once, which checks the input and little else.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +23,7 @@ from torch.nn import functional
 from ...primitives.codebooks import CodebookSpec
 from ...primitives.qdtype import qdtype
 from ...primitives.spec import Scheme
+from ...primitives.tracing import is_compiling
 from ..config import generation
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear.lut_weight_only import lut_weight_mm
@@ -323,12 +322,12 @@ def supports(problem: Problem) -> str | None:
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     n, form = quantized.scheme.shape[0], weight.form(quantized.scheme)
     added, bias = weight.split_bias(bias, x, n)
-    if quantized.scale_scale is not None and not torch.compiler.is_compiling():
+    if quantized.scale_scale is not None and not is_compiling():
         y = _with_quantized_scales(to_rows(x), quantized, quantized.zero_point, None, added)
     else:
         scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
         y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, scale, zero_point, *form, added)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)
 
@@ -375,11 +374,11 @@ def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits
     added, bias = weight.split_bias(bias, x, n)
-    if quantized.scale_scale is not None and not torch.compiler.is_compiling():
+    if quantized.scale_scale is not None and not is_compiling():
         y = _with_quantized_scales(to_rows(x), quantized, None, quantized.table, added)
     else:
         y = cpu_lut_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.table, bits, packed, added)
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         _WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)
 

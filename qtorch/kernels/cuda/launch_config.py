@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,8 @@ def _own_file() -> Path | None:
 # While tuning, the configurations found so far; else None.
 _tuned: dict[LaunchKey, LaunchConfig] | None = {} if os.environ.get("QTORCH_AUTOTUNE") == "1" else None
 _forced: list[LaunchConfig] = []
+_stages: dict[tuple[LaunchConfig, str, str], int] = {}
+"""For configurations that do not fit the GPU with their own number of stages: how many do, by (config, op, dtype)."""
 
 
 def _rounded(shape: Shape) -> Shape:
@@ -182,6 +184,8 @@ def launch(
         candidates: what tuning tries.
         device: of the tensors.
     """
+    from triton.runtime.errors import OutOfResources
+
     if _tuned is not None and not _forced and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
         problem = (op, dtype, _rounded(shape))
         if problem not in _tuned:
@@ -190,7 +194,16 @@ def launch(
                 _save_tuned(own)
     config = find(op, dtype, shape)
     note(f"triton.{op}" + (f".{config.path}" if config.path else ""))
-    run(config)
+    launched = config, op, dtype
+    for stages in range(_stages.get(launched, config.num_stages), 0, -1):
+        try:
+            run(config if stages == config.num_stages else replace(config, num_stages=stages))
+        except OutOfResources:  # tables are measured for some widths of codes; others take more shared memory
+            if stages == 1:
+                raise
+            _stages[launched] = stages - 1
+        else:
+            return
 
 
 def _fastest(run: Callable[[LaunchConfig], None], candidates: Iterable[LaunchConfig]) -> LaunchConfig:

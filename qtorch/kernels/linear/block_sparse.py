@@ -8,8 +8,6 @@ so those columns of x are gathered, and multiplied with what is stored of the ro
 activations the result has the bits of the dense weight's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

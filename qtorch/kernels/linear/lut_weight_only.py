@@ -5,8 +5,6 @@
 A slice is some rows of a weight packed along K; of one packed along N, as that of a backward pass is, some columns.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

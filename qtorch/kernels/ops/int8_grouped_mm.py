@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...primitives import QuantSpec
+from ...primitives.tracing import is_compiling
 from .. import custom_ops, registry
 from . import quantize
 from .int_matmul import int32_terms, int_matmul, int_sums
@@ -94,7 +95,7 @@ def _sum_of_groups(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
 
 def is_at_most(size: int, most: int) -> bool:
     """Whether a size is known to be, without a guard of a compiler on one that it takes for a variable."""
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return size <= most
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 

@@ -11,8 +11,6 @@ An int32 holds the sums of so many products of the widest codes only. Longer sum
 int64 (`int_sums`).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

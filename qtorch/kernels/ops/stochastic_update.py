@@ -10,7 +10,7 @@ which a CUDA graph advances on each replay.
 import torch
 from torch import Tensor
 
-from ...primitives import Rounding, round_to_integer
+from ...primitives import Rounding, affine, round_to_integer
 from ..custom_ops import by_device
 
 
@@ -62,6 +62,6 @@ def stochastic_update_int8_(codes: Tensor, scale: Tensor, update: Tensor, alpha:
 def update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: float) -> None:
     """`stochastic_update_int8_` of arguments that are checked already."""
     value = codes.float() * scale + alpha * update.float()
-    new = (value.abs().amax(1, keepdim=True) / 127.0).clamp(min=torch.finfo(torch.float32).tiny)
+    new = affine.quotient(value.abs().amax(1, keepdim=True), 127.0).clamp(min=torch.finfo(torch.float32).tiny)
     codes.copy_(round_to_integer(value * (1.0 / new), Rounding.STOCHASTIC).clamp(-127, 127))
     scale.copy_(new)

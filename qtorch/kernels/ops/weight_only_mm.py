@@ -6,8 +6,6 @@ The slice stays in cache, and no full copy of the weight is made. int8 codes wit
 where `fixed_point_mm` accepts the input.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -10,8 +10,6 @@ Blocks that are dropped read back as zero codes with the smallest scale. If fewe
 zero blocks are stored too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -10,8 +10,6 @@ and the parts follow one after the other. Items that share a byte are G apart in
 bytes, so packing and unpacking are shifts and masks of contiguous runs, which vectorize.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

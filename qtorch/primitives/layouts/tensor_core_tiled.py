@@ -13,8 +13,6 @@ CPU: blocks of B rows, each a (K, B / 2) matrix of bytes of two codes, viewed as
 are B / 2 apart on processors with vector instructions for it, else neighbours; B is 64 with AVX-512, 32 with AVX2.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Hashable

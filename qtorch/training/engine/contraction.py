@@ -80,7 +80,7 @@ class _Contraction(torch.autograd.Function):
         ctx.codes, ctx.of_x, ctx.of_w = None, STRAIGHT_THROUGH, STRAIGHT_THROUGH
         # Inner tensors are saved, not the parameter, which its module could not exchange then (`model.to`).
         saved_x, saved_w = Operand(x, x.shape[0]), Operand(w, about.shape[0])
-        whole = torch.compiler.is_compiling()
+        whole = tracing.is_compiling()
         if isinstance(w, AffineQuantizedTensor):
             y = multiply_served(x, w.convert())  # type: ignore[attr-defined]
             if spec.grad_weight.reuse_forward:
@@ -151,7 +151,7 @@ def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, dtype: torc
 
 def _warn_of_few_tokens(tokens: int, grad_weight: GemmSpec) -> None:
     lhs = grad_weight.lhs
-    if lhs is None or lhs.dtype.is_floating_point or tokens >= FEW_TOKENS or torch.compiler.is_compiling():
+    if lhs is None or lhs.dtype.is_floating_point or tokens >= FEW_TOKENS or tracing.is_compiling():
         return
     warn_once(
         "few tokens",

@@ -4,8 +4,6 @@ Functions `..._by` take the product; `quantized_...` multiply by `contraction`, 
 operand is computed by the spec's `grad_input`, that of the right one by its `grad_weight`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Protocol

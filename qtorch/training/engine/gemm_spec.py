@@ -9,8 +9,6 @@ scale per kept index, whichever axis of the tensor that is. The backward contrac
 of the forward, except with `reuse_forward`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

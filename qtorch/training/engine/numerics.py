@@ -1,7 +1,5 @@
 """Specs of operands, and of all three matmuls of a contraction, by a few words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

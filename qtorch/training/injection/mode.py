@@ -1,7 +1,5 @@
 """The function mode of an injection: it runs the functions of `contractions` by the products of the injection."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator

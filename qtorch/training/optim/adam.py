@@ -4,8 +4,6 @@ Names and arguments are torchao's. One fused step for each parameter (`kernels.o
 C++ on CPU and in Triton on CUDA.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Gradients are read when `step` is called, so that they can be clipped and accumu
 CPU are updated where they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -10,8 +10,6 @@ of B, which are made after they were used.
 Source: Jordan, https://kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982 (`match_rms_adamw`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ Sources: GaLore, arXiv 2403.03507; Q-GaLore, arXiv 2407.08296. Weights in INT8 c
 `int8_weight_only_quantized_training()`, which rounds their updates stochastically.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -11,8 +11,6 @@ gradients of x, w and learned scales follow by the differentiable fake quantizat
 convolutions, with conv(x_hat, w_hat) in place of the product.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

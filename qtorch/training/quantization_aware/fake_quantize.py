@@ -7,8 +7,6 @@ call (`QATSpec`), or with state (`FakeQuantizedLayer`). `fake_quantize` makes x_
 `fake_quantized_linear` and `fake_quantized_conv` multiply two of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol

@@ -10,8 +10,6 @@ normalized by the batch (Jacob et al., arXiv 1712.05877, section 3.2; Krishnamoo
     y = conv(x_hat, quantize(w f)) + (b - mean) f + beta     in eval mode, and converted
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

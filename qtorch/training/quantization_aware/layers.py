@@ -8,8 +8,6 @@ The value is what the converted layer computes (`converted_linear`), bit for bit
 that of the float product of the fake-quantized operands.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

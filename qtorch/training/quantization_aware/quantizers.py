@@ -10,8 +10,6 @@ Each has a `QuantSpec`, and gives x_hat, its codes, and the scale and zero point
 parameters and buffers are fp32, in models of any dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -26,6 +24,7 @@ from ...model.install import QuantizationState
 from ...primitives import QuantSpec, scale_rules
 from ...primitives.fake_quant import zero_point_code
 from ...primitives.qparams import min_max
+from ...primitives.tracing import is_compiling
 from .fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
 
 
@@ -71,7 +70,7 @@ class Quantizer(QuantizationState):
 
     def check_ready(self) -> None:
         """Raise `ValueError` if there is no scale yet. Not checked in compiled graphs, nor once there has been one."""
-        if self._known_ready or torch.compiler.is_compiling():
+        if self._known_ready or is_compiling():
             return
         if not self.is_ready:
             raise ValueError("no scale yet: train on a batch, or call qtorch.training.calibrate(model, batches)")

@@ -1,7 +1,5 @@
 """Schedules: from which step on a layer in training is quantized, and from which on its scales stay as they are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

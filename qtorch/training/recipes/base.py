@@ -1,7 +1,5 @@
 """TrainingRecipe: a recipe that a `TrainingSpec` describes, and that keeps weights in floating point."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 

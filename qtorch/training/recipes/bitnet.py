@@ -8,8 +8,6 @@ linear layer, and no norms before attention and MLP blocks ("Training Tips, Code
 `quantize_` does not change them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

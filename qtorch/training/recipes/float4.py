@@ -9,8 +9,6 @@ own rounding, so that nothing clips and the expectation of SR(g) is g. Sources: 
 Tseng et al., arXiv 2502.20586 (unbiased MXFP4); Chmiel et al., arXiv 2505.19115 (stochastic rounding).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """float8: all three matmuls in float8, with a scale per row, per tensor or per block."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,8 +1,6 @@
 """Integers: mixed precision, with weights in floating point and some or all matmuls in int8; and quantized training,
 where weights live in int8 or int4, and every update of them rounds stochastically."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Training by a spec of your own, from some step on, with ranges that are kept from step to step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

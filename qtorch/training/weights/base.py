@@ -4,8 +4,6 @@ They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and related 
 (`engine.contraction`), with the three matmuls that the recipe asks for. `convert()` returns the weight for inference.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -6,8 +6,6 @@ process, and so are the products of the engine. It serves recipes whose products
 a backward that quantizes the weight along its other axis needs the floats.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

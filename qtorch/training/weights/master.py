@@ -22,6 +22,7 @@ from ...dtypes import AffineQuantizedTensor, base
 from ...kernels.registry import scale_per_row
 from ...primitives import LinearSpec, PerGroup, QuantSpec, Scheme, granularity
 from ...primitives.layouts import Form, Forms
+from ...primitives.tracing import is_compiling
 from ..engine import contraction, operand
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.split import check_split
@@ -249,7 +250,7 @@ def _with_quantized_scales(weight: Tensor, spec: QuantSpec, linear: LinearSpec) 
 
 def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Count a write to the inner tensors: below autograd torch does not, and a backward checks these counts."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     for tensor in tree_iter(written_by(func, args, kwargs)):
         if isinstance(tensor, Tensor) and not tensor.is_inference():

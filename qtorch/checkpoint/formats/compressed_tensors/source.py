@@ -3,8 +3,6 @@
 What the tensors are is in `scheme`. A module is quantized if it has a `weight_scale`; `config_groups` says how.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator, Mapping

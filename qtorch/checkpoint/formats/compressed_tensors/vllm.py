@@ -6,8 +6,6 @@ conditions that the constructors of the schemes add. The first entry that matche
 Which kernel a scheme then runs is not in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple

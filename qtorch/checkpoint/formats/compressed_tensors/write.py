@@ -5,8 +5,6 @@ refused. Weights that vLLM joins into one must be quantized alike: the projectio
 those of gate and up.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

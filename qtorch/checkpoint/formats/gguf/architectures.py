@@ -8,8 +8,6 @@ Source: `convert_hf_to_gguf.py` of llama.cpp, and `modeling_gguf_pytorch_utils.p
 compare.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -21,8 +21,6 @@ the numbers that codes were chosen for.
 Source: ggml/src/ggml-quants.c and ggml-common.h.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ Source: `conversion/*.py` and `src/models/*.cpp` of llama.cpp; frequencies of ll
 `transformers.modeling_rope_utils`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ so, or get the type that the user names: the blocks are those of `gguf.quants.qu
 make, those of this package's own rounding to nearest.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping, Sequence

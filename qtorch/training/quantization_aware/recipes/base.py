@@ -1,7 +1,5 @@
 """Recipes that exchange the class of layers for one of `TrainedLayer`, and keep what they add in these."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

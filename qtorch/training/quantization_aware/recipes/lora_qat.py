@@ -6,8 +6,6 @@
 merging them into a quantized base would round twice.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ quantize_(model, convert())
 Equations and gradients: `primitives/fake_quant.py`, and `LearnedStep`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -8,8 +8,6 @@ Prepared and converted weights are described by the same `LinearSpec`, that of t
 step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
