@@ -49,22 +49,17 @@ CASES = [
     (qtorch.int8_dynamic_activation_int4_weight(), "packed_int8_scaled_mm", 20.4, 4.5),
     (qtorch.int8_dynamic_activation_int4_weight(64, ASYMMETRIC, SYMMETRIC), "packed_int8_scaled_mm", 20.9, 4.375),
     (qtorch.int8_static_activation_int8_weight(0.03), "int8_scaled_mm", 43.2, 8.126953125),
-    (qtorch.uintx_weight_only("uint1"), "packed_weight_mm", 0.2, 1.375),
-    (qtorch.uintx_weight_only("uint2"), "packed_weight_mm", 6.8, 2.375),
-    (qtorch.uintx_weight_only("uint3"), "packed_weight_mm", 14.2, 3.375),
-    (qtorch.uintx_weight_only("uint4"), "packed_weight_mm", 20.9, 4.375),
-    (qtorch.uintx_weight_only("uint5"), "packed_weight_mm", 27.1, 5.375),
-    (qtorch.uintx_weight_only("uint6"), "packed_weight_mm", 33.3, 6.375),
-    (qtorch.uintx_weight_only("uint7"), "packed_weight_mm", 39.4, 7.375),
+    *(
+        (qtorch.uintx_weight_only(f"uint{bits}"), "packed_weight_mm", sqnr, bits + 0.375)
+        for bits, sqnr in enumerate((0.2, 6.8, 14.2, 20.9, 27.1, 33.3, 39.4), 1)
+    ),
     (qtorch.uintx_weight_only("uint2", 32, use_hqq=True), "packed_weight_mm", 9.6, 2.75),
     (qtorch.uintx_weight_only("uint2", 32, zero_point_domain=FLOAT, use_hqq=True), "packed_weight_mm", 10.4, 3),
     (qtorch.uintx_weight_only("uint3", 32, zero_point_domain=FLOAT, use_hqq=True), "packed_weight_mm", 16.6, 4),
-    (qtorch.intx_weight_only("int2"), "packed_weight_mm", 5.8, 2.25),
-    (qtorch.intx_weight_only("int3"), "packed_weight_mm", 13.1, 3.25),
-    (qtorch.intx_weight_only("int4"), "packed_weight_mm", 19.8, 4.25),
-    (qtorch.intx_weight_only("int5"), "packed_weight_mm", 26.1, 5.25),
-    (qtorch.intx_weight_only("int6"), "packed_weight_mm", 32.2, 6.25),
-    (qtorch.intx_weight_only("int7"), "packed_weight_mm", 38.3, 7.25),
+    *(
+        (qtorch.intx_weight_only(f"int{bits}"), "packed_weight_mm", sqnr, bits + 0.25)
+        for bits, sqnr in enumerate((5.8, 13.1, 19.8, 26.1, 32.2, 38.3), 2)
+    ),
     (qtorch.intx_weight_only("int3", 32, use_hqq=True), "packed_weight_mm", 15.0, 3.5),
     (qtorch.intx_weight_only("int2", 32, ASYMMETRIC, use_hqq=True), "packed_weight_mm", 9.6, 2.75),
     (qtorch.nf4_weight_only(), "lut_weight_mm", 20.8, 4.16015625),
@@ -87,22 +82,19 @@ CASES = [
     ),
     (qtorch.float8_dynamic_activation_int4_weight(32), "emulated_scaled_mm", 20.4, 4.5),
     (qtorch.float8_dynamic_activation_int4_weight(-1, torch.float8_e5m2), "emulated_scaled_mm", 18.6, 4.0625),
-    (qtorch.fpx_weight_only(3, 2), "packed_weight_mm", 25.6, 6.125),
-    (qtorch.fpx_weight_only(2, 3), "packed_weight_mm", 31.4, 6.125),
-    (qtorch.fpx_weight_only(2, 2), "packed_weight_mm", 25.2, 5.125),
-    (qtorch.fpx_weight_only(3, 1), "packed_weight_mm", 19.8, 5.125),
-    (qtorch.fpx_weight_only(2, 1), "packed_weight_mm", 19.1, 4.125),
-    (qtorch.fpx_weight_only(2, 0), "packed_weight_mm", 12.1, 3.125),
+    *(
+        (qtorch.fpx_weight_only(e, m), "packed_weight_mm", sqnr, 1.125 + e + m)
+        for e, m, sqnr in ((3, 2, 25.6), (2, 3, 31.4), (2, 2, 25.2), (3, 1, 19.8), (2, 1, 19.1), (2, 0, 12.1))
+    ),
     (qtorch.gguf_q8_0(), "weight_only_mm", 45.0, 8.5),
-    (qtorch.gguf_q5_0(), "packed_weight_mm", 28.2, 5.5),
-    (qtorch.gguf_q5_1(), "packed_weight_mm", 28.4, 6),
-    (qtorch.gguf_q4_0(), "packed_weight_mm", 22.1, 4.5),
-    (qtorch.gguf_q4_1(), "packed_weight_mm", 22.3, 5),
-    (qtorch.gguf_q6_k(), "packed_weight_mm", 33.8, 6.5625),
-    (qtorch.gguf_q5_k(), "packed_weight_mm", 28.2, 5.625),
-    (qtorch.gguf_q4_k(), "packed_weight_mm", 22.0, 4.625),
-    (qtorch.gguf_q3_k(), "packed_weight_mm", 14.7, 3.5625),
-    (qtorch.gguf_q2_k(), "packed_weight_mm", 9.6, 3.125),
+    *(
+        (getattr(qtorch, f"gguf_{kind}")(), "packed_weight_mm", sqnr, bits)
+        for kind, sqnr, bits in zip(
+            ("q5_0", "q5_1", "q4_0", "q4_1", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k"),
+            (28.2, 28.4, 22.1, 22.3, 33.8, 28.2, 22.0, 14.7, 9.6),
+            (5.5, 6, 4.5, 5, 6.5625, 5.625, 4.625, 3.5625, 3.125),
+        )
+    ),
     (qtorch.gguf_iq4_nl(), "lut_weight_mm", 22.3, 4.53125),
     (qtorch.mxfp8_weight_only(), "weight_only_mm", 30.6, 8.25),
     (qtorch.mxfp6_weight_only(), "packed_weight_mm", 30.9, 6.25),

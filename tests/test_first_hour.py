@@ -224,10 +224,7 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda _: int8_weight_only(mlp()), r"takes no model; write quantize_\(model, int8_weight_only\(...\)\)"),
         (lambda _: int8_weight_only(32), "int8_weight_only: scale_rule takes ScaleRule, got 32; there are MinMaxRule"),
         (lambda _: int4_weight_only(scale_rule="hqq"), "scale_rule takes ScaleRule, got 'hqq'; there are MinMaxRule, "),
-        (
-            lambda _: int4_weight_only(layout="tiled"),
-            "layout takes Layout, got 'tiled'; there are .*TensorCoreTiled",
-        ),
+        (lambda _: int4_weight_only(layout="tiled"), "layout takes Layout, got 'tiled'; there are .*TensorCoreTiled"),
         (lambda _: qtorch.float8_weight_only(granularity="row"), "Granularity, got 'row'; there are .*PerRow"),
         (lambda _: qtorch.float8_weight_only(granularity=qtorch.PerRow), r"make one: PerRow\(\)"),
         (lambda _: qtorch.PerGroup("32"), "PerGroup.group_size takes an integer, got '32'"),

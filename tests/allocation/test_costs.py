@@ -273,9 +273,5 @@ def test_numbers_of_choices_curves_and_swaps() -> None:
         assert (found.cost, found.value) == (curve.cost[index], curve.value[index])
     costs, scores = [[1, 2], [1, 2], [1, 2]], [[5.0, 1.0], [3.0, 2.0], [9.0, 2.0]]
     found = swaps([0, 0, 1], costs, scores, 4)
-    assert [(swap.options, swap.change) for swap in found] == [
-        ({0: 1, 2: 0}, 3.0),
-        ({1: 1, 2: 0}, 6.0),
-        ({2: 0}, 7.0),
-    ]
+    assert [(swap.options, swap.change) for swap in found] == [({0: 1, 2: 0}, 3.0), ({1: 1, 2: 0}, 6.0), ({2: 0}, 7.0)]
     assert [swap.options for swap in swaps([0, 0, 0], costs, scores, 4)] == [{2: 1}, {0: 1}, {1: 1}]

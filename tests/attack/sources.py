@@ -1,7 +1,5 @@
 """Small quantized tensors of every class and every recipe: what the attack on pickles starts from."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

@@ -115,11 +115,7 @@ def test_near_the_float_product(peer: Peer, dtype: torch.dtype) -> None:
         warnings.simplefilter("ignore")
         first, second = peer.build(weight, 2)
     precision = peer.precision
-    parts = (
-        WEIGHT_ERROR[precision.weight, precision.group],
-        INPUT_ERROR[precision.activation],
-        DTYPE_ERROR[dtype],
-    )
+    parts = (WEIGHT_ERROR[precision.weight, precision.group], INPUT_ERROR[precision.activation], DTYPE_ERROR[dtype])
     expected = sum(part**2 for part in parts) ** 0.5
     # Without VNNI onnxruntime adds up pairs of int8 products in int16, with saturation.
     most = 2 if "int8, A8" not in peer.name or cpu_has("vnni") else 10

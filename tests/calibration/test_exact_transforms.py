@@ -155,8 +155,7 @@ class OneNorm(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["residual", "tied to an embedding", "tied to another input", "a buffer", "an output", "a norm", "in place"],
+    "how", ["residual", "tied to an embedding", "tied to another input", "a buffer", "an output", "a norm", "in place"]
 )
 def test_a_norm_with_a_reader_that_is_not_divided_is_not_folded(how: str) -> None:
     model, x = OneNorm(how), torch.randn(3, 5, WIDTH)

@@ -96,8 +96,7 @@ def test_averages_entropy_and_what_is_refused() -> None:
     assert repr(observers.percentile(99.0)) == "percentile(percentile=99.0)"
     for wrong in ("mean", None, 3, observers.mse):
         with pytest.raises(
-            ValueError,
-            match=r"f: observer is an observer such as mse\(\), or a word of delayed_scaling, entropy",
+            ValueError, match=r"f: observer is an observer such as mse\(\), or a word of delayed_scaling, entropy"
         ):
             observers.observer_of(wrong, "f")
     with pytest.raises(ValueError, match=r"call it: mse\(\)$"):

@@ -173,10 +173,7 @@ def test_eval(llama: Path, tmp_path: Path, command: Command) -> None:
     command("convert", tmp_path / "q", tmp_path / "own.safetensors", "--format", "qtorch")
     found = [
         json.loads(command("eval", *of, "--text", text, "--length", 32, "--json"))["perplexity"]
-        for of in (
-            (tmp_path / "q",),
-            (tmp_path / "own.safetensors", "--model", tmp_path / "q"),
-        )
+        for of in ((tmp_path / "q",), (tmp_path / "own.safetensors", "--model", tmp_path / "q"))
     ]
     assert found[0] == found[1]
     assert found[0] != plain["perplexity"]

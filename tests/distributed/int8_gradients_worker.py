@@ -21,10 +21,8 @@ STEPS, BLOCKS, BYTES = 16, 67, 260
 
 def hooked(model: nn.Module, **options: Any) -> tuple[Any, Int8GradientState]:
     """A replica, whose one bucket DDP divides into several after a step, and the state of its hook."""
-    replica, state = (
-        DistributedDataParallel(model, bucket_cap_mb=0.02),
-        Int8GradientState(model.parameters(), **options),
-    )
+    replica = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    state = Int8GradientState(model.parameters(), **options)
     replica.register_comm_hook(state, int8_gradient_hook)
     return replica, state
 

@@ -12,19 +12,14 @@ from tests.fast_part import slow_but
 ON_CUDA = "my_float5_linear" if torch.cuda.is_available() else "my_float5_linear_on_cuda"
 
 # page -> test files, the words that choose among their tests, and how many cases of a test whose id has a word pass.
+WITHOUT_CUDA = {("test_against_the_reference", "my_float5_linear"): 6, ("test_every_kernel", "my_float5_linear"): 2}
+if torch.cuda.is_available():
+    WITHOUT_CUDA = {}
 RUNS: dict[str, tuple[list[str], str, dict[tuple[str, str], int]]] = {
     "kernel": (
         ["kernels/test_every_kernel.py", "kernels/triton/test_linear.py", "attack/test_non_finite.py"],
         "my_float5",
-        {("test_a_quantized_layer_runs_it", ""): 6, ("test_against_the_reference", ON_CUDA): 3}
-        | (
-            {}
-            if torch.cuda.is_available()
-            else {
-                ("test_against_the_reference", "my_float5_linear"): 6,
-                ("test_every_kernel", "my_float5_linear"): 2,
-            }
-        ),
+        {("test_a_quantized_layer_runs_it", ""): 6, ("test_against_the_reference", ON_CUDA): 3} | WITHOUT_CUDA,
     ),
     "layout": (
         ["layouts", "dtypes", "kernels/test_every_kernel.py"],

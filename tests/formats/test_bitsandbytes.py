@@ -83,11 +83,7 @@ def test_blocks_that_end_inside_rows(inputs: int, blocksize: int, part: int, nes
 
 def test_tiny_parts_and_int8(tmp_path: Path) -> None:
     tensors, _ = layer("nf4", False, shape=(8, 100))
-    refused(
-        folder(tmp_path, tensors),
-        (8, 100),
-        r"layer.weight: groups of 64 in rows of 100 end inside rows",
-    )
+    refused(folder(tmp_path, tensors), (8, 100), r"layer.weight: groups of 64 in rows of 100 end inside rows")
     tensors, wanted = layer("nf4", True)
     file = write(tmp_path / "alone", tensors) / "model.safetensors"
     model = load_quantized(Layer(*SHAPE), file)

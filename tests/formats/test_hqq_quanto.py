@@ -105,11 +105,7 @@ def test_codes_viewed_as_floats_and_beyond_their_width(tmp_path: Path) -> None:
     assert torch.equal(weight.dequantize(), wanted)
     tensors = layer(5)
     tensors["layer.W_q"][1, 1] = 32
-    refused(
-        folder(tmp_path, tensors),
-        SHAPE,
-        r"layer.weight: one of its codes is 32, which has more than 5 bits",
-    )
+    refused(folder(tmp_path, tensors), SHAPE, r"layer.weight: one of its codes is 32, which has more than 5 bits")
 
 
 DAMAGE = {

@@ -63,10 +63,7 @@ def zeros(scale: Tensor) -> list[list[float]]:
 @pytest.mark.parametrize("with_zeros", [False, True])
 def test_int8(block: tuple[int, int], with_zeros: bool, tmp_path: Path) -> None:
     shape = OUTPUTS // block[0], INPUTS // block[1]
-    parts = {
-        "qdata": torch.randint(-128, 128, SHAPE, dtype=torch.int8),
-        "scale": torch.rand(shape) + 0.01,
-    }
+    parts = {"qdata": torch.randint(-128, 128, SHAPE, dtype=torch.int8), "scale": torch.rand(shape) + 0.01}
     if with_zeros:
         parts["zero_point"] = torch.randint(-128, 128, shape, dtype=torch.int8)
     attributes = {"block_size": list(block), "dtype": BF16, "act_quant_kwargs": None}

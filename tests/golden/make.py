@@ -5,8 +5,6 @@
 It adds what is missing and never rewrites a file: each must load, and give the same numbers, in every later version.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

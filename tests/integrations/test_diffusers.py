@@ -32,14 +32,8 @@ UNET = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (32, 32),
 
 
 def unet() -> Any:
-    return diffusers.UNet2DModel(
-        **UNET,
-        in_channels=3,
-        out_channels=3,
-        attention_head_dim=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    ).eval()
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    return diffusers.UNet2DModel(**UNET, **blocks, in_channels=3, out_channels=3, attention_head_dim=8).eval()
 
 
 def conditional() -> Any:

@@ -4,8 +4,6 @@ Schemes are those that `test_linear` names, every number format with a scale per
 inference: a new format, layout, recipe or kernel is in the tests over all kernels by itself.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Look-up of kernels, operators and their implementations for devices, and the record of what ran."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools

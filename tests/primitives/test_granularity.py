@@ -50,10 +50,7 @@ def shapes_and_blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]
     (PerBlock(()), (2, 3), (1, 1), (2, 3)),
 ])  # fmt: skip
 def test_block_and_scale_shape(
-    granularity: Granularity,
-    shape: tuple[int, ...],
-    block: tuple[int, ...],
-    scale: tuple[int, ...],
+    granularity: Granularity, shape: tuple[int, ...], block: tuple[int, ...], scale: tuple[int, ...]
 ) -> None:
     assert granularity.block(shape) == block
     assert scale_shape(shape, block) == BlockView(shape, block).scale_shape == scale

@@ -91,12 +91,7 @@ def test_table_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_training_recipe_can_be_chosen() -> None:
     chosen = {recipe.name for recipe in pretrain_llama.RECIPES.values() if recipe is not None}
-    to_serve = {
-        "qat",
-        "lora_qat",
-        "scheduled_qat",
-        "lsq",
-    }  # for the benefit of inference: tutorials/qat_llama.py
+    to_serve = {"qat", "lora_qat", "scheduled_qat", "lsq"}  # for the benefit of inference: tutorials/qat_llama.py
     of_others = {"scheduled_training"}  # runs another of these recipes from some step on
     assert chosen | to_serve | of_others == {
         name for name, recipe in RECIPES.items() if recipe.__module__.startswith("qtorch.training.") and recipe.trains

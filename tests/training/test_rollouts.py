@@ -15,10 +15,7 @@ from qtorch import int8_dynamic_activation_int4_weight, int8_dynamic_activation_
 from qtorch.training import batch_invariant, qat, sync_codes
 from tests.zoo.architectures import built
 
-RECIPES = {
-    "w8a8": int8_dynamic_activation_int8_weight(),
-    "w4a8": int8_dynamic_activation_int4_weight(group_size=32),
-}
+RECIPES = {"w8a8": int8_dynamic_activation_int8_weight(), "w4a8": int8_dynamic_activation_int4_weight(group_size=32)}
 
 
 def both(recipe: str, name: str = "llama", implementation: str = "sdpa", **options: Any) -> tuple[Any, Any]:

@@ -192,10 +192,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     # state spaces, and hybrids
     "mamba": Architecture(
-        "MambaForCausalLM",
-        "MambaConfig",
-        {**STATES, "vocab_size": VOCABULARY, "time_step_rank": 16},
-        generates=False,
+        "MambaForCausalLM", "MambaConfig", {**STATES, "vocab_size": VOCABULARY, "time_step_rank": 16}, generates=False
     ),
     "mamba2": Architecture(
         "Mamba2ForCausalLM",

@@ -132,10 +132,7 @@ def test_joined_modules_share_their_scales(name: str, one: Recipe, other: Recipe
 REFUSED: list[tuple[Recipe, str]] = [
     (qtorch.nf4_weight_only(), "look-up tables"),
     (qtorch.lut_weight_only(), "look-up tables"),
-    (
-        qtorch.int4_weight_only(32, qtorch.ZeroPointDomain.FLOAT),
-        "zero points of the domain FLOAT",
-    ),
+    (qtorch.int4_weight_only(32, qtorch.ZeroPointDomain.FLOAT), "zero points of the domain FLOAT"),
     (intx_weight_only("int1", group_size=32), "integers of 2 to 8 bits, these have 1"),
     (qtorch.int8_dynamic_activation_int8_semi_sparse_weight(), "is sparse"),
     (qtorch.fpx_weight_only(3, 2), "codes of float6_e3m2"),

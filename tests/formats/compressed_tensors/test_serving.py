@@ -87,8 +87,7 @@ def test_the_result_can_be_saved_and_is_near(recipe: WeightRecipe, dtype: torch.
 
 
 @pytest.mark.parametrize(
-    ("absmax", "scale"),
-    [(2688.0, 1.0), (2688.1, 2.0), (2687.9, 1.0), (1344.0, 0.5), (0.0, 1.0), (1e-45, 2.0**-126)],
+    ("absmax", "scale"), [(2688.0, 1.0), (2688.1, 2.0), (2687.9, 1.0), (1344.0, 0.5), (0.0, 1.0), (1e-45, 2.0**-126)]
 )
 def test_shared_tensor_scale(absmax: float, scale: float) -> None:
     assert shared_tensor_scale(absmax) == scale
