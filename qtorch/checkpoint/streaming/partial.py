@@ -156,7 +156,14 @@ class Partial:
         self.write_journal()
         if self.files:
             self.form.finish(self.files, self.target)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
+
+
+def _remove(folder: Path) -> None:
+    """The journal goes last: where a process is killed meanwhile, it says what the rest of the folder is."""
+    shutil.rmtree(folder / _FILES, ignore_errors=True)
+    (folder / _LOCK).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def folder_of(target: Path) -> Path:
@@ -176,7 +183,7 @@ def take_left_over(target: Path, arguments: Any, names: Sequence[str]) -> list[L
         return None
     if len(counts) < len(names):
         return None
-    shutil.rmtree(folder_of(target), ignore_errors=True)
+    _remove(folder_of(target))
     return rows
 
 
