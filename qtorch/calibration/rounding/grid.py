@@ -146,7 +146,8 @@ class Columns:
         other: Any = self.other if self.other is None or self.other.dim() == 1 else self.other[group]
         if isinstance(self.spec, QuantSpec):
             kind, domain, bounds = self.spec.dtype, self.spec.zero_point_domain, self.spec.code_range
-            codes = kind.encode(real_codes(values, scale, other, kind, bounds, domain).clamp(*bounds))
+            reals = real_codes(values, scale, other, kind, bounds, domain, self.spec.rounding)
+            codes = kind.encode(reals.clamp(*bounds))
             return codes, dequantize_split(kind.decode(codes), scale, other, bounds, domain)
         scale, other = scale.unsqueeze(1), other if other.dim() == 1 else other.unsqueeze(1)
         codes = self.spec.quantize(values.unsqueeze(1), scale, other)
