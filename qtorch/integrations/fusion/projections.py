@@ -9,16 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...checkpoint.formats.compressed_tensors.config_groups import JOINED
 from ...dtypes import QuantizedTensor
 from ...model.install import check_model
 
-GROUPS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("query", "key", "value"),
-    ("q", "k", "v"),
-    ("w1", "w3"),
-)
+GROUPS = (*JOINED, ("query", "key", "value"), ("q", "k", "v"))
 """Names of layers that read one input, in the order in which they are called: attention, gated layers."""
 
 
