@@ -151,8 +151,8 @@ def _own_file() -> Path | None:
 # While tuning, the configurations found so far; else None.
 _tuned: dict[LaunchKey, LaunchConfig] | None = {} if os.environ.get("QTORCH_AUTOTUNE") == "1" else None
 _forced: list[LaunchConfig] = []
-_stages: dict[tuple[LaunchConfig, str, str], int] = {}
-"""For configurations that do not fit the GPU with their own number of stages: how many do, by (config, op, dtype)."""
+_fitting: dict[tuple[LaunchConfig, str, str], LaunchConfig] = {}
+"""With fewer stages, those that fit in place of ones that need more shared memory than there is: (config, op, dtype)."""
 
 
 def _rounded(shape: Shape) -> Shape:
@@ -197,15 +197,14 @@ def launch(
     config = find(op, dtype, shape)
     note(f"triton.{op}" + (f".{config.path}" if config.path else ""))
     launched = config, op, dtype
-    for stages in range(_stages.get(launched, config.num_stages), 0, -1):
+    config = _fitting.get(launched, config)
+    while True:
         try:
-            run(config if stages == config.num_stages else replace(config, num_stages=stages))
+            return run(config)
         except OutOfResources:  # tables are measured for some widths of codes; others take more shared memory
-            if stages == 1:
+            if config.num_stages == 1:
                 raise
-            _stages[launched] = stages - 1
-        else:
-            return
+            config = _fitting[launched] = replace(config, num_stages=config.num_stages - 1)
 
 
 def _fastest(run: Callable[[LaunchConfig], None], candidates: Iterable[LaunchConfig]) -> LaunchConfig:
