@@ -1,4 +1,4 @@
-"""Decorators for functions that `torch.compile` leaves out of its graphs.
+"""Whether a compiler traces, and decorators for functions that `torch.compile` leaves out of its graphs.
 
 After a graph break, such as a `print` in a loop, the compiler runs the rest of the function in Python and starts a new
 graph at each function that it calls. It must not start one at `__torch_function__`: all weights share that function,
