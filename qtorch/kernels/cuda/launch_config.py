@@ -152,7 +152,7 @@ def _own_file() -> Path | None:
 _tuned: dict[LaunchKey, LaunchConfig] | None = {} if os.environ.get("QTORCH_AUTOTUNE") == "1" else None
 _forced: list[LaunchConfig] = []
 _fitting: dict[tuple[LaunchConfig, str, str], LaunchConfig] = {}
-"""With fewer stages, those that fit in place of ones that need more shared memory than there is: (config, op, dtype)."""
+"""By (config, op, dtype): with fewer stages, what fits where the table asks for more shared memory than there is."""
 
 
 def _rounded(shape: Shape) -> Shape:

@@ -125,7 +125,7 @@ JOINED = (
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
 )
-"""Last names of modules that vLLM joins into one."""
+"""Last names of modules that read one input, in the order of their calls; vLLM joins them into one."""
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<projection>[^.]+)")
 
