@@ -110,7 +110,7 @@ def markdown(rows: list[Row]) -> str:
             continue
         base = names[0]
         parts.append(
-            f"\n### {bench}\n\n| m x n x k | {base}, us | {' | '.join(names[1:])} |\n|{'---|' * (len(names) + 1)}"
+            f"\n## {bench}\n\n| m x n x k | {base}, us | {' | '.join(names[1:])} |\n|{'---|' * (len(names) + 1)}"
         )
         for shape in dict.fromkeys((row.m, row.n, row.k) for row in mine):
             by_name = {row.what: row for row in mine if (row.m, row.n, row.k) == shape}
