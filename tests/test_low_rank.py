@@ -22,7 +22,7 @@ from qtorch.checkpoint.save_folder import SAVE_FORMATS
 from qtorch.dtypes import LowRankWeight
 from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, qdtype, to_json
-from qtorch.primitives.low_rank import low_rank_factors
+from qtorch.primitives.low_rank_factors import low_rank_factors
 from qtorch.recipes.base import WeightRecipe, register_recipe
 from qtorch.training import qat
 from tests.every_recipe import NAMES, make

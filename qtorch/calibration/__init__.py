@@ -7,7 +7,7 @@ quantize_(model, observed(int8_static_activation_int8_weight(), batches))
 from .allocation.allocate import allocate
 from .calibrated import CalibratedRecipe as calibrated
 from .compare import Comparison, ModuleError, OutputError, compare_models
-from .importance_weighted import ImportanceWeighted as importance_weighted
+from .methods import ImportanceWeighted as importance_weighted
 from .methods import auto, gptq, observed
 from .observers import Observer, delayed_scaling, entropy, min_max, moving_average, mse, percentile, weighted_stats
 from .rounding import AutoRound, Descent, FloatTarget, Gptq, Nearest, Rounding, ScaleRefit, ScaleSearch, four_over_six

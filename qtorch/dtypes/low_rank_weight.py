@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ..primitives.jsonable import jsonable
 from ..primitives.layouts.base import Form, Forms, check_inner_tensors
-from ..primitives.low_rank import low_rank_factors
+from ..primitives.low_rank_factors import low_rank_factors
 from ..primitives.tracing import is_compiling
 from . import base, matrix_weight, views
 

@@ -4,7 +4,7 @@ The tensors of a weight called ``layer.weight`` take their names from compressed
 
     layer.weight               codes of 8 bits
     layer.weight_packed        smaller codes: integers of 1, 2 and 4 bits in int32 words, as in compressed-tensors;
-                               vectors in bytes (see `primitives.vector_codebook`); others in uint8 by `pack_bits` (see
+                               vectors in bytes (see `primitives.vector_spec`); others in uint8 by `pack_bits` (see
                                `layouts.packed`)
     layer.weight_scale, layer.weight_zero_point, layer.weight_table, ...
     layer.input_scale, layer.input_zero_point     of a static activation
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..primitives import QDType, Scheme, from_json, slices, to_json
 from ..primitives.layouts import can_pack_bits, pack_codes, unpack_codes
 from ..primitives.layouts.base import check_layout
-from ..primitives.vector_codebook import VectorSpec, pack_vectors, unpack_vectors
+from ..primitives.vector_spec import VectorSpec, pack_vectors, unpack_vectors
 from . import base, low_rank_weight, matrix_weight
 
 # Codes of 1, 2, 4 or 8 bits in int32 words along the last axis, as compressed-tensors stores them.

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity
 from ..primitives.layouts import semi_sparse, unpack_codes
-from ..primitives.vector_codebook import unpack_vectors
+from ..primitives.vector_spec import unpack_vectors
 from .linear.lut_weight_only import CodebookWeight
 from .ops.portable import dequantize_portably
 from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, needs_rows, register

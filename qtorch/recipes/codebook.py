@@ -7,7 +7,7 @@ import torch
 from ..dtypes.codebook_tensor import nf4_spec
 from ..primitives import LinearSpec, PerGroup, PerRow, codebooks, qdtype
 from ..primitives.layouts import VectorCodebookLayout
-from ..primitives.vector_codebook import RotatedVectorSpec, codebook_arguments
+from ..primitives.vector_spec import RotatedVectorSpec, codebook_arguments
 from .base import WeightRecipe, register_recipe
 
 

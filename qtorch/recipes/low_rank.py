@@ -10,7 +10,7 @@ from torch import Tensor
 from ..dtypes import LowRankWeight, QuantizedTensor
 from ..dtypes.low_rank_weight import in_halves
 from ..primitives import LinearSpec
-from ..primitives.low_rank import low_rank_factors
+from ..primitives.low_rank_factors import low_rank_factors
 from .base import Branch, T, WeightRecipe, register_recipe
 
 

@@ -5,7 +5,6 @@ quantize_(model, int8_mixed_precision_training())
 quantize_(model, convert())
 """
 
-from .conversion import Convert as convert
 from .distillation import Distillation, DistillationMixin, Teacher, distill, distillation_loss
 from .engine.functional import (
     quantized_conv1d, quantized_conv2d, quantized_conv3d, quantized_conv_transpose1d, quantized_conv_transpose2d,
@@ -28,14 +27,15 @@ from .quantization_aware.recipes.lsq import clip_penalty, pact
 from .quantization_aware.recipes.qat import QAT as qat
 from .quantization_aware.recipes.qat import ScheduledQAT as scheduled_qat
 from .quantization_aware.schedule import QuantizationSchedule, advance_with
+from .recipes.base import Convert as convert
 from .recipes.base import MixedPrecisionTraining as mixed_precision_training
 from .recipes.bitnet import BinaryTraining as binary_training
 from .recipes.bitnet import BitnetTraining as bitnet_training
 from .recipes.bitnet import precompute_bitnet_scale_for_fsdp
-from .recipes.float4 import Mxfp4Training as mxfp4_training
-from .recipes.float4 import Nvfp4Training as nvfp4_training
-from .recipes.float8 import Float8Training as float8_training
-from .recipes.float8 import Mxfp8Training as mxfp8_training
+from .recipes.floats import Mxfp4Training as mxfp4_training
+from .recipes.floats import Nvfp4Training as nvfp4_training
+from .recipes.floats import Float8Training as float8_training
+from .recipes.floats import Mxfp8Training as mxfp8_training
 from .recipes.int8 import Int4Training as int4_training
 from .recipes.int8 import Int8MixedPrecisionTraining as int8_mixed_precision_training
 from .recipes.int8 import Int8MixedPrecisionTrainingConfig

@@ -12,7 +12,7 @@ from qtorch.calibration.rounding import Descent, Gptq, Grid, Nearest, ScaleRefit
 from qtorch.calibration.rounding.gptq import order_of_vectors
 from qtorch.calibration.rounding.grid import damped, factor, loss
 from qtorch.primitives import PerGroup, PerRow
-from qtorch.primitives.vector_codebook import ENTRIES, VectorSpec, codebook_arguments, pack_vectors
+from qtorch.primitives.vector_spec import ENTRIES, VectorSpec, codebook_arguments, pack_vectors
 
 
 def spec(granularity=PerRow()):

@@ -13,7 +13,7 @@ from qtorch.kernels.cpu.compiled_library import library, missing
 from qtorch.kernels.linear import reference
 from qtorch.primitives.layouts import VectorCodebookLayout
 from qtorch.primitives.spec import LinearSpec
-from qtorch.primitives.vector_codebook import RotatedVectorSpec, VectorSpec, codebook_arguments
+from qtorch.primitives.vector_spec import RotatedVectorSpec, VectorSpec, codebook_arguments
 
 LEAST = {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}
 """SQNR in dB of a product whose sums are taken in another order."""

@@ -11,7 +11,7 @@ from qtorch.primitives import from_json, to_json
 from qtorch.primitives.granularity import IndivisibleError
 from qtorch.primitives.layouts import VectorCodebookLayout
 from qtorch.primitives.spec import LinearSpec, Scheme
-from qtorch.primitives.vector_codebook import (
+from qtorch.primitives.vector_spec import (
     BASES,
     DEVIATION,
     ENTRIES,

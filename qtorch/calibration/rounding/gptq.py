@@ -6,7 +6,7 @@ For each column j, with U the upper Cholesky factor of H^-1 (H = U^-1 U^-T),
 
 The scales are chosen before, from all of the weight, so they are never stale, whatever the order of the columns.
 
-Codes that are vectors of 4 columns (`primitives.vector_codebook`) are chosen four columns at once ("block LDLQ"); with
+Codes that are vectors of 4 columns (`primitives.vector_spec`) are chosen four columns at once ("block LDLQ"); with
 U_bb the 4 x 4 block of U for the columns b, the entries c with the least loss given all columns before are found, and
 those behind make up for the error:
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.jsonable import jsonable
-from ...primitives.vector_codebook import VECTOR, VectorSpec, nearest_entries
+from ...primitives.vector_spec import VECTOR, VectorSpec, nearest_entries
 from .grid import Columns, Grid, Refinement, Rounding, factor
 
 

@@ -14,7 +14,7 @@ from ...calibration.rounding.grid import factor
 from ...calibration.statistics import SecondMoment
 from ...dtypes import QuantizedTensor
 from ...model.install import check_model
-from ...primitives.low_rank import low_rank_factors
+from ...primitives.low_rank_factors import low_rank_factors
 from .adapter_layers import OnQuantized, adapt_model, floats, replace_parameters, requantized
 from .expert_adapters import is_swapped
 from .merged_codes import train_through_codes

@@ -16,7 +16,7 @@ from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, 
 from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
 from ...primitives.qparams import Numerics
-from ...primitives.vector_codebook import ENTRIES, signs
+from ...primitives.vector_spec import ENTRIES, signs
 from .memory import address
 
 FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point and kind.bits <= 8)
@@ -26,7 +26,7 @@ TABLE = "TABLE"
 """In place of the domain of a zero point: what stands for it is the table of the weight."""
 
 VECTORS = "VECTORS"
-"""In its place too: bytes stand for vectors (`primitives.vector_codebook`)."""
+"""In its place too: bytes stand for vectors (`primitives.vector_spec`)."""
 
 
 class CodeValues(NamedTuple):

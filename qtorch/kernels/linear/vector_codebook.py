@@ -1,4 +1,4 @@
-"""Linear with a weight of vectors in bytes (`primitives.vector_codebook`), a slice of the weight at a time.
+"""Linear with a weight of vectors in bytes (`primitives.vector_spec`), a slice of the weight at a time.
 
     y[m, n] = sum_k (x R)[m, k] * entry[byte[n, k / 4]][k % 4] * scale[n, g] + bias[n]
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.vector_codebook import VECTOR, rotate_vectors, unpack_vectors
+from ...primitives.vector_spec import VECTOR, rotate_vectors, unpack_vectors
 from ..custom_ops import opaque
 from ..ops.weight_only_mm import LARGE, multiply_slices, slice_length
 from ..registry import Problem, from_rows, needs_matrix, needs_rows, power_if_larger, register, to_rows

@@ -1,4 +1,4 @@
-"""VectorCodebookLayout: four codes that are an entry of the codebook of `primitives.vector_codebook`, in a byte."""
+"""VectorCodebookLayout: four codes that are an entry of the codebook of `primitives.vector_spec`, in a byte."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..spec import QuantSpec, Scheme
-from ..vector_codebook import VECTOR, VectorSpec, pack_vectors, unpack_vectors
+from ..vector_spec import VECTOR, VectorSpec, pack_vectors, unpack_vectors
 from .base import Form, register_layout
 from .packed import LayoutAlongAxis
 

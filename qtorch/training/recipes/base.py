@@ -1,15 +1,19 @@
-"""TrainingRecipe: a recipe that a `TrainingSpec` describes, and that keeps weights in floating point."""
+"""TrainingRecipe, which a `TrainingSpec` describes and which keeps weights in floating point; and convert, from weights
+in training to weights for inference."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ...calibration.statistics import Statistics
 from ...model import targets, weight_kinds
+from ...model.install import PreparedModule
 from ...recipes.base import Recipe, check_float_weight, register_recipe
 from ..engine.contraction import warn_once
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.numerics import fully_quantized
+from ..weights.base import TrainingWeight
 from ..weights.master import MasterWeight
 
 
@@ -87,3 +91,46 @@ class EdgeRecipe(TrainingRecipe):
             return MixedPrecisionTraining(fully_quantized(self.edge_bits, None, grad_weight=False))
         inside: Any = self
         return replace(inside, edge_bits=None)
+
+
+@register_recipe("convert")
+@dataclass(frozen=True)
+class Convert(Recipe):
+    """Replace every weight in training by the weight for inference that its recipe has trained it for: the codes that
+    the forward multiplied by, at their true size. The model computes what it computed in training: the same bits where
+    sums are integers, and elsewhere the same up to the rounding of sums, which is equal where the same kernel runs.
+
+    Modules whose class was exchanged for training get their own class back. Weights in floating point that no training
+    recipe has changed stay as they are.
+    """
+
+    selects: ClassVar[tuple[type, ...]] = (TrainingWeight, PreparedModule)
+
+    def check(self, weight: Tensor) -> None:
+        if not isinstance(weight, TrainingWeight):
+            raise ValueError(f"convert takes weights in training, this is a {type(weight).__name__}")
+        weight.check_convert()
+
+    def apply(self, weight: Tensor) -> Tensor:
+        assert isinstance(weight, TrainingWeight)
+        return weight.convert()
+
+    def check_target(self, target: targets.Target[Any]) -> None:
+        prepared = _prepared(target)
+        for module in prepared:
+            module.check_convert()
+        if not prepared:
+            super().check_target(target)
+
+    def make(self, target: targets.Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Tensor:
+        prepared = _prepared(target)
+        return prepared[0].convert() if prepared else super().make(target, weight)
+
+    def install(self, target: targets.Target[Any], made: Tensor) -> None:
+        for module in _prepared(target):
+            module.restore()
+        super().install(target, made)
+
+
+def _prepared(target: targets.Target[Any]) -> list[PreparedModule]:
+    return [module for module in target.modules if isinstance(module, PreparedModule)]

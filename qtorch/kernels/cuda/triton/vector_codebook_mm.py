@@ -1,4 +1,4 @@
-"""Weight-only product with bytes that stand for vectors of four columns (`primitives.vector_codebook`).
+"""Weight-only product with bytes that stand for vectors of four columns (`primitives.vector_spec`).
 
     y[m, n] = sum_j sum_i x[m, 4 j + i] * entry[byte[n, j]][i] * s[n, g] + bias[n]
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....primitives.vector_codebook import ENTRIES, VECTOR
+from ....primitives.vector_spec import ENTRIES, VECTOR
 from ..launch_config import LaunchConfig, launch
 from .launch import FLOATS, check_device, check_matrix, check_shape, power_of_two_in, without_terms
 
