@@ -14,6 +14,7 @@ from qtorch.calibration import Descent, ScaleRefit, calibrated, gptq
 from qtorch.kernels import record_kernels
 from qtorch.kernels.linear import reference
 from qtorch.primitives import is_2_4, prune_2_4, prune_blocks
+from qtorch.primitives.pruning import kept_blocks
 from qtorch.recipes.base import Recipe, WeightRecipe
 from tests.refusals import refuses
 from tests.rounding import assert_same_product
@@ -143,6 +144,7 @@ def test_pruning_on_data_loses_less(base: WeightRecipe | None) -> None:
 
 
 def test_what_cannot_be_sparse_in_blocks() -> None:
+    assert kept_blocks(4, 0.6) == 2
     for base, message in (
         (qtorch.int8_static_activation_int8_weight(0.1), "static activation"),
         (INT8, "or its like, got int8_dynamic_activation_int8_semi_sparse_weight"),

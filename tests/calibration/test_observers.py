@@ -82,6 +82,10 @@ def test_averages_entropy_and_what_is_refused() -> None:
         for got, ends in ((low, [float(b.min()) for b in batches]), (high, [float(b.max()) for b in batches])):
             wanted = sum(w * e for w, e in zip(weights, ends, strict=True)) / sum(weights)
             assert math.isclose(float(got), wanted, rel_tol=1e-6)
+    memory = torch.zeros(2, 1)
+    for largest in (4.0, 1.0):
+        memory, _ = observers.delayed_scaling(history=2).follow_measured(memory, torch.tensor([[largest]]))
+    assert memory.flatten().tolist() == [1.0, 4.0]
     x, spec = data("outliers"), replace(SPECS["int4"], scale_rule=MSERule(steps=25, smallest=0.2))
     got = error(x, *observe_with(observers.mse(steps=25, smallest=0.2), spec, x), spec)
     assert abs(got / error(x, *spec.choose_range(x), spec) - 1) < 0.01

@@ -15,7 +15,7 @@ from qtorch.calibration import auto, awq, calibrated, clip, entropy, moving_aver
 from qtorch.calibration.rounding import AutoRound, Descent, FloatTarget, Gptq, Grid, Learnable, Nearest, ScaleSearch
 from qtorch.calibration.rounding.auto_round import LearnedGrid
 from qtorch.calibration.rounding.grid import Columns, damped, loss
-from qtorch.calibration.rounding.scale_search import four_over_six
+from qtorch.calibration.rounding.scale_search import ScaleRefit, four_over_six
 from qtorch.dtypes import AffineQuantizedTensor, QuantizedTensor
 from qtorch.primitives import MappingType, PerGroup, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.scale_rules import elements_last
@@ -166,6 +166,9 @@ def test_permuted_and_singular_moments() -> None:
     Gptq().round(w, h, grid)
     Gptq().round(w[:, order], h[order][:, order], permuted)
     assert (permuted.codes == grid.codes[:, order]).float().mean() > 0.98
+    assert torch.equal(ScaleRefit(most=1.0).refine(w, h, grid).scale, grid.scale)
+    assert not torch.equal(ScaleRefit().refine(w, h, grid).scale, grid.scale)
+    assert damped(torch.diag(torch.tensor([1.0, 3.0])), 0.5).diagonal().tolist() == [2.0, 4.0]
     w, x = weights(), inputs()[:, :1] * torch.ones(COUNT)
     h = moment_of(x)
     grid = Grid.of(w, SPECS["int4"], w.dtype)

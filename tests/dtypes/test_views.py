@@ -179,6 +179,7 @@ def test_what_cuts_blocks_says_so() -> None:
         (lambda: quantized("int8 row", 2, 48).view(3, 32), "(3, 32) of a tensor of shape (2, 48) cuts across"),
         (lambda: block[4:12], "slice 4:12:1 along axis 0 cuts blocks of 8 (int8"),
         (lambda: block.flatten(), "shape (2048,) of a tensor of shape (32, 64) cuts across its blocks (int8"),
+        (lambda: block.unsqueeze(1).flatten(), "shape (2048,) of a tensor of shape (32, 1, 64) cuts across its blocks"),
         (lambda: block[torch.tensor([1])], "index_select along axis 0 cuts blocks of 8 (int8"),
         (lambda: row.split([8, 8]), "split: sizes [8, 8] do not add up to 32"),
         (lambda: torch.cat([row, row[torch.arange(31, -1, -1)]], dim=1), "cat along axis 1: one scale spans the axis"),

@@ -142,6 +142,9 @@ def test_static_int8_activations():
         y = functional.linear(x, sparse)
     assert ran[0] == "linear:semi_sparse_int8_scaled_mm"
     assert torch.equal(y, reference.linear(x, sparse, None))
+    x, sparse, _ = pair(INT8, INTEGER_ACTIVATIONS[1])
+    x[1, 7] = torch.inf
+    assert functional.linear(x, sparse).isfinite().all(1).tolist() == [True, False, True, True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

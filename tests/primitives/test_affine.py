@@ -129,6 +129,11 @@ def test_eps_and_the_dtypes_of_the_qparams(scale_dtype: torch.dtype) -> None:
     assert torch.equal(zero_point, torch.full((2, 1), 128))
     scale, _ = choose_qparams_affine(x, MappingType.SYMMETRIC, (1, 4), "int8", eps=2**-10)
     assert torch.equal(scale, torch.full((2, 1), 2**-10))
+    ends = torch.tensor([-8.0, -1.0]), torch.tensor([8.0, torch.inf])
+    for mapping, preserve in ((MappingType.SYMMETRIC_SIGNED, True), (MappingType.SYMMETRIC, False)):
+        scale, _ = primitives.choose_qparams_affine_with_min_max(*ends, mapping, (), "int4", preserve_max_val=preserve)
+        assert scale[0] == 1
+        assert scale[1].isnan()
 
 
 @pytest.mark.parametrize("storage", ["float8_e4m3fn", "float8_e5m2"])
@@ -193,8 +198,8 @@ REFUSED = {
     "block_size (1, 3) does not divide shape (2, 8): 8 % 3 along axis 1": lambda: CHOOSE(X, SYMMETRIC, (1, 3), "int8"),
     "quant_min=-129, quant_max=127 is not a range within int8's [-128, 127]":
         lambda: CHOOSE(X, SYMMETRIC, (1, 8), torch.int8, -129, 127),
-    "quant_min=9, quant_max=3 is not a range within uint4's [0, 15]":
-        lambda: quantize_affine(X, (1, 8), ONE, None, "uint4", 9, 3),
+    "quant_min=3, quant_max=3 is not a range within uint4's [0, 15]":
+        lambda: quantize_affine(X, (1, 8), ONE, None, "uint4", 3, 3),
     "an asymmetric mapping needs a zero point: zero_point_domain is NONE":
         lambda: CHOOSE(X, ASYMMETRIC, (1, 8), "int8", zero_point_domain=NONE),
     "preserve_zero=False needs the FLOAT or OFFSET domain, got INT":

@@ -125,6 +125,7 @@ def test_power_of_two_scale(name, absmax):
 
 def test_powers_of_two_and_random_numbers():
     spec = QuantSpec("uint4", PerRow(), MappingType.ASYMMETRIC, scale_dtype=torch.float8_e8m0fnu)
+    assert spec.choose_qparams(torch.tensor([[0.0, 15.0]]))[0].float().item() == 1
     x = torch.randn(50, 40)
     scale, zero_point = spec.choose_qparams(x)
     assert torch.equal(scale.float(), floor_to_power_of_two(scale.float()))

@@ -277,6 +277,7 @@ def operand_gradients(
 def test_against_autograd(granularity: Granularity, wrapped: bool) -> None:
     gemm = GemmSpec(int8(granularity), integer(4, granularity))
     x, w, g = torch.randn(12, 16), torch.randn(8, 16), torch.randn(12, 8)
+    x[0, :2] = 9  # the largest twice: each gets half
     got = operand_gradients(x, w, g, TrainingSpec(gemm, scale_gradient=True), wrapped)
     without = operand_gradients(x, w, g, TrainingSpec(gemm), wrapped)
     # The backward matmuls of this spec are in full precision: they multiply by values, not by codes.

@@ -1,6 +1,7 @@
 """lsq: its steps start and move as papers say, and are parameters like others; a model of 2 bits learns."""
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -140,8 +141,10 @@ def test_states_and_learned_clips() -> None:
     assert torch.equal(same, zero_point)
     with torch.no_grad():
         quantizer.log_clip.fill_(-0.5)
-        quantizer.log_clip_low.fill_(-0.5)
-    torch.testing.assert_close(quantizer.converted_qparams(layer.weight)[0], scale * torch.tensor(-0.5).exp())
+        quantizer.log_clip_low.fill_(-0.25)
+    low, high = layer.weight.detach().view(8, 2, 32).aminmax(dim=-1)
+    wanted = (high * math.exp(-0.5) - low * math.exp(-0.25)) / 15
+    torch.testing.assert_close(quantizer.converted_qparams(layer.weight)[0], wanted)
     layer(torch.randn(4, 64)).square().sum().backward()
     assert quantizer.log_clip.grad.count_nonzero() > 12
     assert quantizer.log_clip_low.grad.count_nonzero() > 12

@@ -13,9 +13,10 @@ import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
-from qtorch.primitives import PercentileRule, fake_quantize_affine, prune_2_4
+from qtorch.primitives import AbsMaxRule, PercentileRule, QuantSpec, fake_quantize_affine, prune_2_4
 from qtorch.training import convert, qat
 from qtorch.training.quantization_aware.converted import sums_integers
+from qtorch.training.quantization_aware.fake_quantize import clips
 from qtorch.training.quantization_aware.qat_weight import FakeQuantizedWeight
 from tests.every_recipe import OF_QAT, make
 from tests.refusals import refuses
@@ -191,6 +192,7 @@ def test_parts_of_a_weight_and_what_has_no_gradient() -> None:
     clipped = (weight / scale).round().abs() > 127
     assert 0.02 < clipped.float().mean() < 0.15
     assert torch.equal(grad == 0, clipped)
+    assert not clips(QuantSpec("int8", scale_rule=AbsMaxRule()))
     recipe, layer = make("int8_dynamic_activation_int8_semi_sparse_weight"), nn.Linear(64, 96)
     kept = prune_2_4(layer.weight.detach()) != 0
     quantize_(layer, qat(recipe))

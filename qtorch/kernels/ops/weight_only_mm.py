@@ -178,8 +178,8 @@ def multiply_slices(x: Tensor, n: int, step: int, dequantize: Callable[[int, int
 
 
 def scale_of_slice(scale: Tensor, start: int, stop: int, block: int) -> Tensor:
-    """The scales, or zero points, of the rows from `start` to `stop`, in blocks of `block` rows or one for all."""
-    return scale if scale.shape[0] == 1 else scale[start // block : -(-stop // block)]
+    """The scales, or zero points, of the rows from `start` to `stop`, whole blocks of `block` rows, or one for all."""
+    return scale if scale.shape[0] == 1 else scale[start // block : stop // block]
 
 
 def slice_length(x: Tensor, length: int, block: int = 1, limit: int | None = None) -> int:

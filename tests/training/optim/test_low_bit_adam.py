@@ -86,6 +86,11 @@ def test_without_a_compiler(name: str, torch_kernels: None) -> None:
             optimizer.zero_grad()
         results.append(parameters_of(model))
     assert all(map(torch.equal, *results))
+    weight = nn.Parameter(torch.ones(64, 64))
+    weight.grad = torch.eye(64)
+    optimizer = AdamW8bit([weight])
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["exp_avg_sq"].dequantize() > 0, weight.grad > 0)
 
 
 BYTES = {"8bit": 2.03, "4bit": 1.06, "Fp8": 2.03}
