@@ -20,6 +20,7 @@ from qtorch.dtypes import AffineQuantizedTensor
 from qtorch.integrations import torchao
 from qtorch.primitives import HQQRule, MSERule
 from tests.every_recipe import NAMES, make
+from tests.refusals import refuses
 
 MORE = {
     "tiled": int4_weight_only(32, ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout()),
@@ -70,8 +71,7 @@ SYNTAX = r'allocate: budget is "3\.5 bits"'
     (True, TypeError, "got True"),
 ])  # fmt: skip
 def test_what_is_no_budget(budget: object, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        Budget.of(budget)
+    refuses(words, lambda: Budget.of(budget), error)
 
 
 @pytest.mark.parametrize("bits", ["5.15 bits", "5.5 bits", "5.9999 bits", "6.03 bits"])
@@ -101,8 +101,7 @@ def test_bytes_and_errors() -> None:
         allocate(model, candidates, 2 * sizes[0] - 1)
     with pytest.raises(ValueError, match=r"the rest of the model leaves 0 bytes for these weights$"):
         allocate(model, candidates, f"{rest} B model")
-    with pytest.raises(ValueError, match="the example does not use unused"):
-        fastest(Model(), [INT8], torch.randn(2, 32))
+    refuses("the example does not use unused", lambda: fastest(Model(), [INT8], torch.randn(2, 32)))
     with pytest.raises(ValueError, match="takes linear layers, got 0"):
         fastest(nn.Sequential(nn.Conv1d(8, 8, 3)), {"0": [INT8]}, torch.randn(1, 8, 9))
     for arguments, match in [

@@ -19,6 +19,7 @@ from qtorch.dtypes import Layout, register_layout
 from qtorch.primitives import LinearSpec, from_json, mask_blocks, prune_blocks, to_json
 from qtorch.primitives.layouts import LAYOUTS
 from tests.dtypes.specs import SPECS, quantized
+from tests.refusals import refuses
 
 SHAPES = [(32, 64), (8, 32), (40, 96), (1, 64), (0, 64), (2, 16, 64), (3, 5), (7, 33), (1, 1), (5,)]
 
@@ -85,8 +86,7 @@ def test_names_and_numbers_of_blocks() -> None:
         name = "plain"
         tensors = ("qdata",)
 
-    with pytest.raises(ValueError, match=r"the name 'plain' is taken by .*PlainLayout"):
-        register_layout(Impostor)
+    refuses(r"the name 'plain' is taken by .*PlainLayout", lambda: register_layout(Impostor))
     assert LAYOUTS["plain"] is PlainLayout
     values = torch.zeros(32, 160)
     values[:16, 144:] = torch.randn(16, 16).sign()
@@ -105,8 +105,7 @@ def test_names_and_numbers_of_blocks() -> None:
     assert mask.float().sum(1).tolist() == [2, 2, 2, 2]
     assert mask[:2, 6:].all()
     assert mask[2:, :2].all()
-    with pytest.raises(ValueError, match="do not divide a matrix"):
-        mask_blocks(importance, 3, 0.5)
+    refuses("do not divide a matrix", lambda: mask_blocks(importance, 3, 0.5))
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,7 @@ def test_blocks_and_their_scales(case) -> None:
 
 @pytest.mark.parametrize("make", [lambda: PerGroup(0), lambda: PerGroup(-2), lambda: PerBlock((4, 0))])
 def test_sizes_are_positive(make: Callable[[], Granularity]) -> None:
-    with pytest.raises(ValueError, match="must be positive, or -1 for a whole"):
-        make()
+    refuses("must be positive, or -1 for a whole", make)
 
 
 def test_error_texts() -> None:

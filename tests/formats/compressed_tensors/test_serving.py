@@ -54,8 +54,7 @@ def test_scales_of_nvfp4() -> None:
     model = nn.Sequential(nn.Linear(32, 32, bias=False))
     quantize_(model, nvfp4_weight_only(tensor_scale=0.5))
     quantize_(model, nvfp4_weight_only(tensor_scale=0.5))
-    with pytest.raises(ValueError, match="already quantized"):
-        quantize_(model, nvfp4_weight_only(tensor_scale=0.25))
+    refuses("already quantized", lambda: quantize_(model, nvfp4_weight_only(tensor_scale=0.25)))
     weight = torch.randn(32, 64)
     weight[3] = 0
     weight[4] *= 1e-9
