@@ -67,12 +67,9 @@ class UseRecorder(TorchFunctionMode):
     where the output of a product is added to another tensor of its shape, as at the end of a residual branch."""
 
     def __init__(
-        self,
-        weights: Iterable[Tensor],
-        seen: Callable[[Use], None],
-        added: Callable[[Tensor, Tensor], None] | None = None,
-        transposed: Container[int] = (),
-    ) -> None:
+        self, weights: Iterable[Tensor], seen: Callable[[Use], None],
+        added: Callable[[Tensor, Tensor], None] | None = None, transposed: Container[int] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
         self.weights, self.seen, self.added, self.transposed = list(weights), seen, added, transposed
         self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -206,15 +203,9 @@ def _einsum(owner: Owner, equation: Any, *operands: Any) -> Iterator[Use]:
 
 def _conv(ndim: int) -> Callable[..., Iterator[Use]]:
     def uses(
-        owner: Owner,
-        input: Tensor,
-        weight: Tensor,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Iterator[Use]:
+        owner: Owner, input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: int = 1,
+    ) -> Iterator[Use]:  # fmt: skip
         parameter = owner(weight)
         if parameter is None:
             return

@@ -10,8 +10,6 @@
 Files may be untrusted: `Header.parse` validates all of this, so that its users need not.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -59,7 +57,7 @@ class Header:
         return {HEADER: text, HEADER_CHECKSUM: _checksum(text)}
 
     @classmethod
-    def parse(cls, metadata: Mapping[str, str]) -> Header:
+    def parse(cls, metadata: Mapping[str, str]) -> "Header":
         """Inverse of `to_metadata`."""
         if HEADER not in metadata:
             raise ValueError(f"a safetensors file, but not one of save_quantized (its header has no {HEADER!r})")

@@ -7,8 +7,6 @@ Tensors have to begin at multiples of 64 bytes, without gaps. Those whose size i
 into a second file first, and are appended at the end, large elements before small ones.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -126,7 +124,7 @@ class Written(NamedTuple):
         return self.nbytes % ALIGNMENT != 0
 
     @classmethod
-    def parse(cls, row: Any) -> Written:
+    def parse(cls, row: Any) -> "Written":
         """From JSON data, which may be untrusted."""
         if not isinstance(row, list) or len(row) != len(cls._fields) or not isinstance(row[0], str):
             raise ValueError(f"{row!r:.80} describes no tensor")
@@ -200,7 +198,7 @@ class PartFile:
         return {"room": self.room, "written": [list(tensor) for tensor in self.written]}
 
     @classmethod
-    def from_json(cls, path: Path, data: Any, moved: Path | None = None) -> PartFile:
+    def from_json(cls, path: Path, data: Any, moved: Path | None = None) -> "PartFile":
         """Continue the file that `to_json` described; `moved` is where it may be once it is finished.
 
         The data may be untrusted: it is `Damaged` unless there is a file that holds these tensors.

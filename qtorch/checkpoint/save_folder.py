@@ -7,8 +7,6 @@ All files are written to a temporary folder beside the target. A new folder gets
 that exists are replaced one by one, config.json last.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -32,7 +30,7 @@ from .hf_folder import CONFIG
 from .sources import Source
 from .tensor_file import NAMES, places_of, write_tensors
 
-SAVE_FORMATS: dict[str, type[SaveFormat]] = {}
+SAVE_FORMATS: "dict[str, type[SaveFormat]]" = {}
 """Every registered format by its name."""
 
 C = TypeVar("C", bound="type[SaveFormat]")
@@ -232,13 +230,9 @@ SINGLE = "model.safetensors"
 
 
 def save_folder(
-    model_or_state_dict: nn.Module | Mapping[str, Tensor],
-    folder: str | os.PathLike[str],
-    format: str,
-    *,
-    max_shard_size: int,
-    options: Mapping[str, Any] | None = None,
-) -> None:
+    model_or_state_dict: nn.Module | Mapping[str, Tensor], folder: str | os.PathLike[str], format: str, *,
+    max_shard_size: int, options: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Save a model, or a state dict, in a format of `SAVE_FORMATS`: `save_quantized` for folders, and for the files of
     other packages."""
     folder = Path(folder)

@@ -9,8 +9,6 @@ of the shape and dtype of the scheme. Operations reach it in two ways:
 An operation in neither table raises an error that names it; nothing is dequantized silently.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -37,7 +35,7 @@ __all__ = ["QuantizedTensor", "rebuild"]
 
 Q = TypeVar("Q", bound="QuantizedTensor")
 
-_TYPE_OF_SPEC: dict[type, type[QuantizedTensor]] = {}
+_TYPE_OF_SPEC: "dict[type, type[QuantizedTensor]]" = {}
 
 SCALES_OF_SCALES = ("scale_scale", "scale_mean", "zero_point_scale")
 """Inner tensors of a tensor with double quantization; see `primitives.double_quant`."""
@@ -84,11 +82,9 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[Q],
-        tensors: Mapping[str, Tensor | None] | Q,
-        scheme: Scheme | None = None,
+        cls: type[Q], tensors: Mapping[str, Tensor | None] | Q, scheme: Scheme | None = None,
         requires_grad: bool = False,
-    ) -> Q:
+    ) -> Q:  # fmt: skip
         tensors, scheme = parts_of(cls, tensors, scheme)
         device = next(t for t in tensors.values() if t is not None).device
         return make_wrapper(cls, scheme.shape, dtype=scheme.dtype, device=device)

@@ -137,11 +137,9 @@ WINDOWS_NOTE = (
 
 
 def convolution(
-    ndim: int,
-    name: str,
-    run: Callable[[Tensor, Any, Tensor | None, Window], Tensor],
+    ndim: int, name: str, run: Callable[[Tensor, Any, Tensor | None, Window], Tensor],
     checked_shape: Callable[[str, Tensor, Any], Sequence[int]] = lambda name, input, weight: weight.shape,
-) -> Callable[..., Tensor]:
+) -> Callable[..., Tensor]:  # fmt: skip
     """`F.conv1d` to `F.conv3d`, of images with `ndim` axes: with or without a batch axis, sizes in all spellings.
 
     Args:
@@ -151,14 +149,9 @@ def convolution(
     """
 
     def conv(
-        input: Tensor,
-        weight: Any,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size | str = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-    ) -> Tensor:
+        input: Tensor, weight: Any, bias: Tensor | None = None, stride: Size = 1, padding: Size | str = 0,
+        dilation: Size = 1, groups: int = 1,
+    ) -> Tensor:  # fmt: skip
         if not tracing.is_compiling() and (fast_conv := fast_of("fast_conv", input, weight)) is not None:
             differentiates = torch.is_grad_enabled() and (input.requires_grad or linear.requires_grad(bias))
             if not differentiates and input.dim() == ndim + 2:

@@ -99,13 +99,9 @@ def forms_of(cls: Any, scheme: Any) -> Forms:
 
 
 def rebuild(
-    type_name: str,
-    tensors: dict[str, Tensor],
-    scheme: str,
-    requires_grad: bool,
-    is_parameter: bool,
+    type_name: str, tensors: dict[str, Tensor], scheme: str, requires_grad: bool, is_parameter: bool,
     state: dict[str, Any],
-) -> Any:
+) -> Any:  # fmt: skip
     """Rebuild a quantized tensor from a pickle: the inverse of `Copied.__reduce_ex__`, and the only function it calls.
 
     The scheme is JSON text, so that checkpoints do not depend on where classes live or on the order of their fields.

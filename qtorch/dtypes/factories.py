@@ -1,8 +1,6 @@
 """Functions and names of torchao 0.6: factories of quantized tensors, the registration of implementations of
 `F.linear`, and `UintxTensor`, which is an affine quantized tensor with a packed layout and a scale of 1."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,11 +96,9 @@ def to_affine_quantized_fpx(input_float: Tensor, ebits: int, mbits: int) -> Affi
 
 
 def to_linear_activation_quantized(
-    weight: AffineQuantizedTensor,
-    activation: QuantSpec,
-    act_scale: Tensor | None = None,
+    weight: AffineQuantizedTensor, activation: QuantSpec, act_scale: Tensor | None = None,
     act_zero_point: Tensor | None = None,
-) -> AffineQuantizedTensor:
+) -> AffineQuantizedTensor:  # fmt: skip
     """The same weight, with its input quantized by `activation`: on each call, or with a fixed `act_scale`.
 
     Raises:
@@ -146,7 +142,7 @@ class UintxTensor(AffineQuantizedTensor):
     """Unsigned integers of 1 to 7 bits, packed to their true size. Make one with `to_uintx`."""
 
     @classmethod
-    def from_uint8(cls, int_data: Tensor, dtype: torch.dtype | QDType | str, pack_dim: int = -1) -> UintxTensor:
+    def from_uint8(cls, int_data: Tensor, dtype: torch.dtype | QDType | str, pack_dim: int = -1) -> "UintxTensor":
         """Pack `int_data` (any shape, uint8) along `pack_dim`.
 
         Args:

@@ -6,8 +6,6 @@ Q has any scheme, and its product is that of a linear layer, by the same kernels
 quantized. So the branch takes what codes represent worst (SVDQuant, arXiv 2411.05007, equation 5).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,7 +60,7 @@ class LowRankWeight(matrix_weight.MatrixWeight):
     down: Tensor
 
     @classmethod
-    def beside(cls, matrix: base.QuantizedTensor, up: Tensor, down: Tensor) -> LowRankWeight:
+    def beside(cls, matrix: base.QuantizedTensor, up: Tensor, down: Tensor) -> "LowRankWeight":
         """`matrix`, Q, with the branch ``up @ down``."""
         own = matrix.scheme
         scheme = LowRankScheme(own.spec, own.shape, own.dtype, up.shape[-1])

@@ -4,8 +4,6 @@ Codes, scales and layout are those of the matrix, so such a weight can have ever
 inner tensors and its files are those of a linear layer too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -35,7 +33,7 @@ class MatrixScheme(Scheme):
         return Scheme(self.spec, self.codes_shape, self.dtype)
 
 
-_TYPE_OF_SCHEME: dict[type, type[MatrixWeight]] = {}
+_TYPE_OF_SCHEME: "dict[type, type[MatrixWeight]]" = {}
 
 
 class MatrixWeight(QuantizedTensor):

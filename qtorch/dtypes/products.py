@@ -73,12 +73,9 @@ def bmm(input: Tensor, mat2: Tensor) -> Tensor:
 
 @implements_function(torch._grouped_mm)
 def grouped_mm(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
+    mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`F.grouped_mm` of rows (S, K), sorted by expert, and quantized matrices (E, K, N). Rows offs[e - 1] to offs[e]
     are multiplied by matrix e; the result is zero after the last offset."""
     shape = mat_b.shape

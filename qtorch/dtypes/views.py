@@ -203,13 +203,9 @@ def _reshaped_codes(tensor: Any, size: Sequence[int]) -> Tensor | _Packed:
 
 
 def _rebuilt(
-    tensor: Any,
-    codes: Tensor | _Packed,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    pattern: Sequence[int],
+    tensor: Any, codes: Tensor | _Packed, scale: Tensor, zero_point: Tensor | None, pattern: Sequence[int],
     packed_axis: int | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """`tensor` with other codes and scales, in blocks of `pattern`; `packed_axis` is the new one of its layout."""
     spec = tensor.scheme.spec
     if not _says(spec.weight.granularity, pattern):

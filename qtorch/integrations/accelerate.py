@@ -174,13 +174,9 @@ def _load_joined(load: Callable[..., Any], checkpoint_file: str, *args: Any, **k
 
 @around(checkpointing, "load_model")
 def _load_quantized(
-    load: Callable[..., Any],
-    model: nn.Module,
-    filename: str | os.PathLike[str],
-    strict: bool = True,
-    device: str | int = "cpu",
-    **more: Any,
-) -> Any:
+    load: Callable[..., Any], model: nn.Module, filename: str | os.PathLike[str], strict: bool = True,
+    device: str | int = "cpu", **more: Any,
+) -> Any:  # fmt: skip
     own = model.state_dict(keep_vars=True)
     if not any(isinstance(tensor, QuantizedTensor) for tensor in own.values()):
         return load(model, filename, strict=strict, device=device, **more)

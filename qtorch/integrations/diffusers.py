@@ -57,11 +57,9 @@ class QtorchConfig(QuantizationConfigMixin):
     """
 
     def __init__(
-        self,
-        recipe: Recipe | Mapping[str, Recipe | None] | Any = None,
-        modules_to_not_convert: Sequence[str] = (),
+        self, recipe: Recipe | Mapping[str, Recipe | None] | Any = None, modules_to_not_convert: Sequence[str] = (),
         quant_method: str = Method.QTORCH.value,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.quant_method: Any = Method(quant_method)
         self.recipe = dict(recipe) if isinstance(recipe, Mapping) and "type" not in recipe else read_recipe(recipe)
         for each in self.recipe.values() if isinstance(self.recipe, dict) else [self.recipe]:

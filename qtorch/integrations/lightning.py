@@ -3,8 +3,6 @@
 Trainer(callbacks=[QuantizeCallback(qat(int4_weight_only()), convert_at_end=True)]).fit(module)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer

@@ -9,8 +9,6 @@ quantized, one after the other, and concatenates their outputs, so each number i
 With tensor parallelism it keeps its rows or its columns of each. Written for vLLM 0.33 and SGLang 0.5.23.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -97,7 +95,7 @@ def _config_class(quantization: Any, methods: Any, linear: Any, unquantized: Any
             return []
 
         @classmethod
-        def from_config(cls, config: Mapping[str, Any]) -> QtorchEngineConfig:
+        def from_config(cls, config: Mapping[str, Any]) -> "QtorchEngineConfig":
             return cls(config)
 
         def get_scaled_act_names(self) -> list[str]:
@@ -158,15 +156,9 @@ class QuantizedLinear:
         self.stored: list[dict[str, Tensor]] = [{} for _ in entries]
 
     def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **attributes: Any,
-    ) -> None:
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: Sequence[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **attributes: Any,
+    ) -> None:  # fmt: skip
         """Give `layer` an empty parameter for each stored tensor, whose loader keeps what it gets."""
         self.sizes, self.inputs, self.dtype = list(output_partition_sizes), input_size_per_partition, params_dtype
         keys = {key.rpartition(".")[2] for entry in self.entries for key in entry["tensors"].values()}

@@ -6,8 +6,6 @@ TorchTitan converts the configuration of a model before it builds it on the meta
 The converter wraps the class of the model in one that calls `quantize_` at the end of its construction.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

@@ -7,8 +7,6 @@ along the channels if they have less than 8 bits. A scale belongs to a token of 
     k = code * scale + zero_point
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -57,7 +55,7 @@ class CacheForm:
     scale_dtype: torch.dtype = torch.float32
     values: QuantSpec = field(init=False, repr=False, compare=False)
     keys: QuantSpec = field(init=False, repr=False, compare=False)
-    _of_key_tokens: CacheForm | None = field(init=False, repr=False, compare=False)
+    _of_key_tokens: "CacheForm | None" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         keys, values = (replace(TOKENS[name], scale_dtype=self.scale_dtype) for name in (self.dtype, self.value_dtype))
@@ -70,7 +68,7 @@ class CacheForm:
         object.__setattr__(self, "_of_key_tokens", of_key_tokens)
 
     @property
-    def of_key_tokens(self) -> CacheForm:
+    def of_key_tokens(self) -> "CacheForm":
         """The form whose values are quantized as these keys, where each token has a scale."""
         return self._of_key_tokens or self
 

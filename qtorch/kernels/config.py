@@ -1,7 +1,5 @@
 """Settings of the whole library: ``qtorch.config.strict = True``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class Config:
         generation.end()
 
     @contextmanager
-    def patch(self, **changes: Any) -> Iterator[Config]:
+    def patch(self, **changes: Any) -> "Iterator[Config]":
         """Change settings for the duration of a ``with`` block.
 
         Raises:

@@ -1,7 +1,5 @@
 """What a growing and a static store of keys and values share: attention on them, and their numbers."""
 
-from __future__ import annotations
-
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -70,7 +68,7 @@ class KVCacheSpec:
         if self.scale_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"KVCacheSpec: scale_dtype is fp32, bf16 or fp16, got {self.scale_dtype}")
 
-    def settled(self, growing: bool = True) -> KVCacheSpec:
+    def settled(self, growing: bool = True) -> "KVCacheSpec":
         """The spec of a store that grows, or of one that quantizes each token when it comes, with nothing None."""
         of_keys, of_values = (TOKENS[str(name)].dtype.bits <= 4 for name in (self.dtype, self.value_dtype))
         keys = self.keys or ("channel" if of_keys and growing else "token")
@@ -127,16 +125,9 @@ class KVStore(ABC):
         """Apply a function to all tensors that changes the batch, or the device."""
 
     def attend(
-        self,
-        query: Tensor,
-        mask: Tensor | None = None,
-        scaling: float | None = None,
-        *,
-        causal: bool = False,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        last: int | None = None,
-    ) -> Tensor:
+        self, query: Tensor, mask: Tensor | None = None, scaling: float | None = None, *, causal: bool = False,
+        softcap: float | None = None, sinks: Tensor | None = None, last: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of queries on all keys and values: softmax(scaling * q k^T + mask) v.
 
         Args:

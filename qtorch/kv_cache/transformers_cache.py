@@ -32,19 +32,10 @@ def set_attention(model: Any) -> Any:
 
 
 def attention(
-    module: Any,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """An attention function of transformers, (B, Hq, M, D) to (B, M, Hq, D), on tensors or a quantized cache."""
     rows = query.shape[2]
     if isinstance(key, StoredKV) and isinstance(value, StoredKV):

@@ -4,8 +4,6 @@
 class of a module, run inside `all_or_nothing`. Create all new values before installing them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +42,7 @@ def install(changes: Iterable[Change]) -> None:
         _run(steps)
 
 
-def all_or_nothing(modules: Iterable[nn.Module]) -> _RolledBack:
+def all_or_nothing(modules: Iterable[nn.Module]) -> "_RolledBack":
     """Context manager that restores these modules if an exception leaves the block: their classes, attributes,
     parameters, buffers and submodules, but not what was changed inside those, such as the data of a tensor."""
     return _RolledBack([undo for module in dict.fromkeys(modules) for undo in _states(module)])

@@ -1,7 +1,5 @@
 """Misfits: what becomes of weights that groups do not divide; and which of a tuple of recipes a weight gets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -62,7 +60,7 @@ class Padded(WeightRecipe):
             raise ValueError("is the weight of a convolution, which is not padded")
         super().check_target(target)
 
-    def make(self, target: Target[Any], weight: Tensor, statistics: Statistics | None = None) -> Any:
+    def make(self, target: Target[Any], weight: Tensor, statistics: "Statistics | None" = None) -> Any:
         made: Any = self.apply(target.kind.to_matrix(weight))
         return made.mT if target.kind.is_transposed else made
 

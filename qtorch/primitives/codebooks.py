@@ -7,8 +7,6 @@ The table is shared by all blocks (NF4) or each block has its own (k-means). Its
 found by comparing with the midpoints; a value at a midpoint goes to the lower entry. Arithmetic is in fp32.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -286,7 +284,7 @@ class CodebookSpec:
         """Reals of `codes`; see `dequantize_codebook`."""
         return dequantize_codebook(codes, self.block_size(codes.shape), scale, table, output_dtype)
 
-    def with_granularity(self, granularity: Granularity) -> CodebookSpec:
+    def with_granularity(self, granularity: Granularity) -> "CodebookSpec":
         """The same spec with another granularity."""
         return replace(self, granularity=granularity)
 

@@ -6,8 +6,6 @@
 Ranges are extended to include zero; see `MappingType` and `ZeroPointDomain` for the other cases. Arithmetic is in fp32.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -202,7 +200,7 @@ class Numerics(Protocol):
     @property
     def has_zero_point(self) -> bool: ...
     @property
-    def scale_spec(self) -> Numerics | None: ...
+    def scale_spec(self) -> "Numerics | None": ...
     @property
     def scale_dtype(self) -> torch.dtype | None: ...
     def block_size(self, shape: Sequence[int]) -> Block: ...

@@ -122,15 +122,9 @@ def _layer_norm(
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` of rows (B, H, M, D) with keys (B, H, T, D)."""
     if dropout_p:
         raise ValueError("batch_invariant: dropout is another in each call; call model.eval(), or set it to 0")

@@ -5,8 +5,6 @@ run on held-out batches, and a swap is kept if the divergence from the float mod
 least are tried first.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -161,7 +159,7 @@ class Budget:
         return self.kind == "time"
 
     @classmethod
-    def of(cls, budget: Any) -> Budget:
+    def of(cls, budget: Any) -> "Budget":
         """The budget that a number of bytes or a text says."""
         if isinstance(budget, Budget):
             return budget

@@ -10,8 +10,6 @@ of layers whose outputs differ in size cannot be compared otherwise. Without dat
 One H is kept at a time: weights are scored in the order in which the model runs, by `engine.in_order`.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics as middle
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +77,7 @@ class Rows(NamedTuple):
     are_logits: bool
 
     @classmethod
-    def of(cls, output: Any, mask: Tensor | None, logits: bool = False) -> Rows:
+    def of(cls, output: Any, mask: Tensor | None, logits: bool = False) -> "Rows":
         """The rows of a model's output: of its `logits` if there are any, else of its first tensor in floating point.
         `mask` says which tokens count if it has the first axes of the output; `logits` takes any output for logits."""
         logits_of = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -105,7 +103,7 @@ class Rows(NamedTuple):
             labels = (cumulated < uniform * cumulated[:, -1:]).sum(-1).clamp(max=values.shape[-1] - 1)
         return functional.cross_entropy(values, labels, reduction="sum")
 
-    def divergence(self, other: Rows) -> Tensor:
+    def divergence(self, other: "Rows") -> Tensor:
         """KL(self, other), or 1 - cosine, of each row, (M,)."""
         mine, others = self.values.float(), other.values.float().to(self.values.device)
         if not self.are_logits:
@@ -213,12 +211,9 @@ def _scored(
 
 
 def _score(
-    item: Item,
-    candidate: Candidate,
-    found: Mapping[int | None, Any],
-    seen: OutputSensitivity,
+    item: Item, candidate: Candidate, found: Mapping[int | None, Any], seen: OutputSensitivity,
     rounding: Rounding | None,
-) -> float:
+) -> float:  # fmt: skip
     if candidate is None or not found:
         return 0.0
     if rounding is not None and (candidate.prunes or candidate.branch_rank):

@@ -1,7 +1,5 @@
 """Weights: where the float weights of a model are while it is calibrated: in memory, or in a file, block by block."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +60,7 @@ class Streamed(Weights):
             table = module._parameters if attribute in module._parameters else module._buffers
             table[attribute] = replaced.get(id(tensor), tensor)  # type: ignore[assignment]
 
-    def __enter__(self) -> Streamed:
+    def __enter__(self) -> "Streamed":
         self._put(self.replaced)
         inside = {id(parameter) for block in self.blocks for parameter in block.parameters()}
         for parameter in self.parameters.values():

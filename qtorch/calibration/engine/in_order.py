@@ -8,8 +8,6 @@ The inputs come from the model with all that was installed so far, beside those 
 `paired`. Memory holds the inputs of one block, not of all: see `streams`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -98,13 +96,9 @@ class InOrder(Generic[M]):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        targets: Sequence[Target[Any]],
-        data: Data,
-        progress: Progress[M] | None = None,
+        self, model: nn.Module, targets: Sequence[Target[Any]], data: Data, progress: Progress[M] | None = None,
         weights: Weights | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.data, self.batches = model, data, data.checked()
         self.targets = {id(target.parameter): target for target in targets}
         self._floats = [(target, target.parameter) for target in targets]
@@ -118,7 +112,7 @@ class InOrder(Generic[M]):
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._summed_across: set[int] = set()
 
-    def __enter__(self) -> InOrder[M]:
+    def __enter__(self) -> "InOrder[M]":
         self._stack = ExitStack()
         self._stack.enter_context(torch.no_grad())
         self._stack.enter_context(eval_mode(self.model))
@@ -262,14 +256,9 @@ class InOrder(Generic[M]):
         return found
 
     def _inputs(
-        self,
-        stage: Stage,
-        stream: Stream,
-        block: nn.Module | None,
-        calls: Sequence[Call] | None,
-        batch: int,
+        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call] | None, batch: int,
         routing: Routing,
-    ) -> StageInputs:
+    ) -> StageInputs:  # fmt: skip
         """The inputs of the weights of a stage in one batch."""
         found = StageInputs()
         left = {id(weight) for weight in stage.weights}

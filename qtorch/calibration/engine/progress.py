@@ -11,8 +11,6 @@ whoever continues, so a process may die at any moment. What is damaged, or was m
 checksums and by its form, and all is begun anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -72,14 +70,9 @@ class Resumable(Progress[M]):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        parts: Mapping[str, str],
-        encode: Callable[[M], tuple[Tensor, Any]],
-        decode: Callable[[Tensor, Any], M],
-        *,
-        anew: bool = False,
-    ) -> None:
+        self, folder: Path, parts: Mapping[str, str], encode: Callable[[M], tuple[Tensor, Any]],
+        decode: Callable[[Tensor, Any], M], *, anew: bool = False,
+    ) -> None:  # fmt: skip
         self.anew = anew
         self.folder, self._journal = folder, folder / part_file.JOURNAL
         self.fingerprint = {**parts, "version of qtorch": _version()}
@@ -100,7 +93,7 @@ class Resumable(Progress[M]):
             self.__exit__()
             raise
 
-    def __enter__(self) -> Resumable[M]:
+    def __enter__(self) -> "Resumable[M]":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -193,13 +193,9 @@ class Stream:
     of the blocks `keep`, which later parts of the model need, in `store`."""
 
     def __init__(
-        self,
-        run: Run,
-        blocks: Sequence[nn.Module],
-        count: int,
-        keep: Sequence[nn.Module],
+        self, run: Run, blocks: Sequence[nn.Module], count: int, keep: Sequence[nn.Module],
         store: OutputStore | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.run, self.blocks, self.count, self.keep = run, list(blocks), count, set(keep)
         self.store = store or OutputStore()
         self.done = 0

@@ -4,8 +4,6 @@ A block is a module that a forward calls once, such as a layer of a transformer:
 of its outermost lists of modules. What follows the last block, or stands before the first, belongs to no block.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +94,7 @@ class _Calls:
         self.model, self.count = model, 0
         self.begun: dict[nn.Module, list[int]] = {}
 
-    def __enter__(self) -> _Calls:
+    def __enter__(self) -> "_Calls":
         self.handles = [module.register_forward_pre_hook(self._called) for module in self.model.modules()]
         return self
 

@@ -4,8 +4,6 @@ An observer names a statistic, which is collected while the model runs on data, 
 `QuantSpec` of the activation turns that into scale and zero point. A new observer is a file with a frozen dataclass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +14,7 @@ from ...primitives import QuantSpec
 from ...primitives.jsonable import jsonable
 from ..statistics import Statistic
 
-OBSERVERS: dict[str, type[Observer]] = {}
+OBSERVERS: "dict[str, type[Observer]]" = {}
 """By the word for which `qat(observer=...)` and `calibrated(observer=...)` take them."""
 
 MinMax = tuple[Tensor, Tensor]

@@ -18,8 +18,6 @@ Sources: GPTQ, arXiv 2210.17323, algorithm 1; the order by decreasing diagonal o
 ("act-order"). Vectors: QuIP#, arXiv 2402.04396, section 4.1, which measures distances without M.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,7 +50,7 @@ class Gptq(Rounding):
         if self.damping < 0 or self.block_size < 1:
             raise ValueError(f"gptq: damping is 0 or more and block_size 1 or more, got {self}")
 
-    def damped(self, factor: float) -> Gptq:
+    def damped(self, factor: float) -> "Gptq":
         return replace(self, damping=factor * self.damping)
 
     def round(self, weight: Tensor, moment: Tensor, *grids: Grid) -> float:
@@ -259,7 +257,7 @@ class FloatTarget:
         if not 0 <= self.strength <= 1 or self.damping < 0:
             raise ValueError(f"float_target: strength lies in [0, 1] and damping is 0 or more, got {self}")
 
-    def damped(self, factor: float) -> FloatTarget:
+    def damped(self, factor: float) -> "FloatTarget":
         """The same with so many times the damping."""
         return replace(self, damping=factor * self.damping)
 

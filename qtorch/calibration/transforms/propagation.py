@@ -7,8 +7,6 @@ A parameter that is divided is followed in turn, so that all its uses, tied or s
 repeated until nothing changes. Then the outputs of the model do not depend on the scales that are left.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
@@ -134,7 +132,7 @@ class Propagation:
         self.changed = True
         self.all = ids(labels)
 
-    def run(self) -> Propagation:
+    def run(self) -> "Propagation":
         """Propagate until nothing changes."""
         while self.changed and self.free:
             self.changed = False

@@ -168,12 +168,9 @@ class Transform:
 
 
 def run_transforms(
-    transforms: Sequence[Transform],
-    model: nn.Module,
-    data: Data,
-    recipes: Mapping[str, WeightRecipe],
+    transforms: Sequence[Transform], model: nn.Module, data: Data, recipes: Mapping[str, WeightRecipe],
     strict: bool = False,
-) -> tuple[TransformReport, ...]:
+) -> tuple[TransformReport, ...]:  # fmt: skip
     """Apply transforms one after the other; parameters of the model are replaced. If `strict`, a model that cannot be
     exported and a change of weights that turned out to be wrong are errors."""
     work = Work(model, data, recipes)

@@ -4,8 +4,6 @@ Elsewhere the last block of an axis may be shorter than the others, and blocks m
 blocks divide an axis. So blocks are cut into equal parts that do, and each part gets a copy of the scale.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +33,7 @@ class Cut(NamedTuple):
     part: int
 
     @classmethod
-    def of(cls, size: int, block: int, *, flattened: bool = False, smallest: int = SMALLEST_PART) -> Cut:
+    def of(cls, size: int, block: int, *, flattened: bool = False, smallest: int = SMALLEST_PART) -> "Cut":
         """The largest parts that divide the block and the axis; `flattened` blocks may hold parts of several rows."""
         part = math.gcd(size, block) if flattened or block < size else size
         if part < min(smallest, size):

@@ -21,12 +21,9 @@ SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 
 def float8_weight(
-    source: FolderSource,
-    name: str,
-    scale: str,
-    block: Sequence[int] | None = None,
+    source: FolderSource, name: str, scale: str, block: Sequence[int] | None = None,
     kinds: Sequence[torch.dtype] = FLOAT8,
-) -> StoredWeight:
+) -> StoredWeight:  # fmt: skip
     """A weight (..., O, I) of float8 codes, or of other `kinds`. The stored scales are (..., O / block[0], I /
     block[1]), or (..., O / block[0], 1, I / block[1], 1) for blocks, of which the last one of an axis may be shorter;
     else a single one, (..., O) or (..., O, 1)."""

@@ -131,14 +131,9 @@ _HEAD = "a head or a router, in floating point for the readers of the format {!r
 
 
 def assign(
-    contents: Mapping[str, Contents],
-    recipe: Recipe | Mapping[str, Recipe | None],
-    source: Source,
-    config: Mapping[str, Any],
-    format: str,
-    reach: Reach = "linear",
-    on_misfit: OnMisfit = "error",
-) -> dict[str, Target[Recipe]]:
+    contents: Mapping[str, Contents], recipe: Recipe | Mapping[str, Recipe | None], source: Source,
+    config: Mapping[str, Any], format: str, reach: Reach = "linear", on_misfit: OnMisfit = "error",
+) -> dict[str, Target[Recipe]]:  # fmt: skip
     """The target of each weight of two or more axes that is not quantized, by its name. Recipes are completed as
     engines that read `format` need it, by the largest magnitudes of weights in NVFP4 in `source` if engines join them;
     `config` is that of config.json."""

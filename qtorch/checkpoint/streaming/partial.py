@@ -9,8 +9,6 @@ enough that writing it takes no time. What follows in the files is cut off by wh
 names of files are not read from the journal, links are not followed, and what is stored has to match its checksums.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence
@@ -59,7 +57,7 @@ class Partial:
             self.__exit__()
             raise
 
-    def __enter__(self) -> Partial:
+    def __enter__(self) -> "Partial":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -222,15 +222,9 @@ def _tried(source: Source, contents: Mapping[str, Contents], transform: Transfor
 
 @torch.no_grad()
 def _rewrite(
-    source: Source,
-    contents: Mapping[str, Contents],
-    dst: Path,
-    transform: Transform,
-    format: str,
-    max_shard_size: int,
-    progress: bool,
-    arguments: dict[str, Any],
-) -> list[LayerReport]:
+    source: Source, contents: Mapping[str, Contents], dst: Path, transform: Transform, format: str, max_shard_size: int,
+    progress: bool, arguments: dict[str, Any],
+) -> list[LayerReport]:  # fmt: skip
     """Store ``transform(name, tensor)`` of every tensor; the rows of the report."""
     names = list(contents)
     identity = {"version": VERSION, "source": [source.format, identity_of(source.path)]}

@@ -1,7 +1,5 @@
 """Layers of bitsandbytes: linear layers that quantize their weight when they move to another device, or first run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +30,7 @@ class _QuantizedLinear(nn.Linear):
         if not isinstance(self.weight, QuantizedTensor) and not self.weight.is_meta:
             self.weight = nn.Parameter(self.recipe.apply(self.weight.detach()), requires_grad=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _QuantizedLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_QuantizedLinear":
         before = self.weight.device
         super()._apply(fn, recurse)
         if self.weight.device != before:

@@ -1,7 +1,5 @@
 """`onnx`: a quantized model as an ONNX program, whose weights are integers of 4 or 8 bits in the file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,27 +36,15 @@ def onnx_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     op: Any = onnxscript.opset21
 
     def dequantize_per_channel(
-        input: Any,
-        scales: Any,
-        zero_points: Any,
-        axis: int,
-        quant_min: int,
-        quant_max: int,
-        dtype: int,
+        input: Any, scales: Any, zero_points: Any, axis: int, quant_min: int, quant_max: int, dtype: int,
         out_dtype: int = -1,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         return op.DequantizeLinear(input, scales, _cast(zero_points, dtype), axis=axis)
 
     def dequantize_per_channel_group(
-        w_int8: Any,
-        scales: Any,
-        zero_points: Any,
-        quant_min: int,
-        quant_max: int,
-        dtype: int,
-        group_size: int,
+        w_int8: Any, scales: Any, zero_points: Any, quant_min: int, quant_max: int, dtype: int, group_size: int,
         output_dtype: int = 1,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         return op.DequantizeLinear(w_int8, scales, _cast(zero_points, dtype), axis=1, block_size=group_size)
 
     def quantize_per_tensor(
@@ -285,7 +271,7 @@ def onnx(
     opset_version: int = OPSET,
     external_data: bool | None = None,
     **options: Any,
-) -> ONNXProgram:
+) -> "ONNXProgram":
     """Export a quantized model to ONNX, by `torch.onnx.export` of `portable(model)`.
 
     Weights keep their codes: integers of 5 to 8 bits are stored in 8, of 1 to 4 bits in 4 (INT4, UINT4), and are read
@@ -333,7 +319,7 @@ def onnx(
     return program
 
 
-def _simplify(program: ONNXProgram, weights: Weights) -> None:
+def _simplify(program: "ONNXProgram", weights: Weights) -> None:
     """Rewrite the weights of a program, then fold constants, except what would turn codes into floats."""
     import onnx_ir.passes.common as common
     from onnxscript.optimizer import fold_constants

@@ -5,8 +5,6 @@ of its own class, of the same name. While it merges, or initializes an adapter f
 float parameter, so that PEFT's own code runs; the codes are kept, and come back when it unmerges.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings
@@ -137,7 +135,7 @@ class OnQuantized:
     (`on_floats`), PEFT's own merge and unmerge run."""
 
     peft_class: ClassVar[type]
-    mixin: ClassVar[type[OnQuantized]]
+    mixin: "ClassVar[type[OnQuantized]]"
     kept: dict[str, Tensor]
     on_floats: bool
 

@@ -6,8 +6,6 @@ for batch in batches:
 quantize_(model, from_observers())
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,7 +60,7 @@ class AffineQuantizedObserverBase(nn.Module):
         self.zero_point_dtype = zero_point_dtype
 
     @classmethod
-    def with_args(cls, *args: Any, **kwargs: Any) -> Callable[..., AffineQuantizedObserverBase]:
+    def with_args(cls, *args: Any, **kwargs: Any) -> "Callable[..., AffineQuantizedObserverBase]":
         """A function that makes the observer with these arguments."""
         return partial(cls, *args, **kwargs)
 
@@ -113,7 +111,7 @@ class LinearActivationWeightObservedTensor(Tensor):
     weight_observer: AffineQuantizedObserverBase | None
 
     @classmethod
-    def of(cls, weight: Tensor, input_observer: Any, weight_observer: Any) -> LinearActivationWeightObservedTensor:
+    def of(cls, weight: Tensor, input_observer: Any, weight_observer: Any) -> "LinearActivationWeightObservedTensor":
         """`weight`, whose memory it shares, with these observers."""
         made: LinearActivationWeightObservedTensor = Tensor._make_subclass(cls, weight, weight.requires_grad)
         made.input_observer, made.weight_observer = input_observer, weight_observer

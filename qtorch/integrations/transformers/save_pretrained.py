@@ -109,13 +109,9 @@ def _upload_with_card(
 
 @around(PreTrainedModel, "resize_token_embeddings")
 def _resize_checked(
-    resize: Callable[..., Any],
-    self: Any,
-    new_num_tokens: int | None = None,
-    pad_to_multiple_of: int | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    resize: Callable[..., Any], self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     tables = (self.get_input_embeddings(), self.get_output_embeddings())
     if any(isinstance(getattr(table, "weight", None), QuantizedTensor) for table in tables):
         rows = len(tables[0].weight)

@@ -6,8 +6,6 @@ The queries (B, H G, M, D) of G heads share a head of the keys. The portable cod
 head of the keys at a time; kernels read codes.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -49,7 +47,7 @@ class KVAttention(NamedTuple):
     def length(self) -> int:  # of all tokens
         return self.tokens + (self.recent[0].shape[2] if self.recent else 0)
 
-    def cut(self) -> KVAttention:
+    def cut(self) -> "KVAttention":
         """The same with the tokens in use alone; reads their number on the host."""
         if self.used is None:
             return self

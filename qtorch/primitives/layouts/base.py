@@ -5,8 +5,6 @@ implements no operations. To add a layout, add a file to this folder with a froz
 is decorated with `register_layout`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -194,7 +192,7 @@ class Layout:
         """Whether `qdata`, the first tensor, is packed along `packed_axis`; the packing of a device may differ."""
         return self.packed_axis is not None
 
-    def with_packed_axis(self, axis: int) -> Layout:
+    def with_packed_axis(self, axis: int) -> "Layout":
         """The layout after a view has moved the packed axis to `axis`."""
         raise NotImplementedError
 

@@ -100,15 +100,9 @@ def _added(function: str, summed: bool = False) -> Function:
     """`addmm`, `addmv`, `baddbmm`; with `summed`, `addbmm`, which adds up the batch."""
 
     def run(
-        call: Call,
-        input: Tensor,
-        lhs: Tensor,
-        rhs: Tensor,
-        *,
-        beta: float = 1,
-        alpha: float = 1,
+        call: Call, input: Tensor, lhs: Tensor, rhs: Tensor, *, beta: float = 1, alpha: float = 1,
         out: Tensor | None = None,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         y = None if out is not None else matmul_by(call, function, lhs, rhs)
         if y is None:
             return None

@@ -11,8 +11,6 @@ module and no parameter is changed. Which spec a product has is decided by its c
 a parametrized layer. A parameter that nothing else needs is then dropped.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -97,7 +95,7 @@ class Injection(QuantizationState):
         self.rule = rule_of(self.rules)
         self._reset()
 
-    def __enter__(self) -> Injection:
+    def __enter__(self) -> "Injection":
         stack = ExitStack()
         if not self._contexts:
             self.counts.clear()

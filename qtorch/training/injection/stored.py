@@ -37,12 +37,9 @@ class StoredOperands(QuantizationState):
         self.made = {}
 
     def freeze(
-        self,
-        operands: tuple[Tensor, Tensor],
-        constants: tuple[Constant | None, Constant | None],
-        spec: TrainingSpec,
+        self, operands: tuple[Tensor, Tensor], constants: tuple[Constant | None, Constant | None], spec: TrainingSpec,
         state: ContractionState,
-    ) -> tuple[Tensor, tuple[bool, bool]]:
+    ) -> tuple[Tensor, tuple[bool, bool]]:  # fmt: skip
         """The product, and which of its operands have been stored."""
         gemm, (lhs, rhs), (of_lhs, of_rhs) = spec.output, operands, constants
         a, b = operands_of(lhs, rhs, "output", gemm, state)
@@ -73,13 +70,9 @@ class StoredOperands(QuantizationState):
         return of_codes(operand.values, operand.scale, operand.zero_point, linear, rhs.dtype)
 
     def multiply(
-        self,
-        site: str,
-        operands: tuple[Tensor, Tensor],
-        constants: tuple[Constant | None, Constant | None],
-        spec: TrainingSpec,
-        state: ContractionState,
-    ) -> Tensor:
+        self, site: str, operands: tuple[Tensor, Tensor], constants: tuple[Constant | None, Constant | None],
+        spec: TrainingSpec, state: ContractionState,
+    ) -> Tensor:  # fmt: skip
         """The product with what is stored."""
         gemm, (lhs, rhs), (of_lhs, of_rhs) = spec.output, operands, constants
         if of_rhs is not None and (whole := self._parameters.get(_key("w", of_rhs, spec))) is not None:

@@ -38,13 +38,9 @@ def sums_integers(spec: LinearSpec) -> bool:
 
 
 def converted_linear(
-    x_hat: Tensor,
-    w_hat: Tensor,
-    bias: Tensor | None,
-    x: Operand | None = None,
-    w: Operand | None = None,
+    x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, x: Operand | None = None, w: Operand | None = None,
     split: ContractionState = STATELESS,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """x (..., K) times w (N, K), plus bias (N): (..., N) in the dtype of x_hat; see the top of the file.
 
     Differentiable in x_hat, w_hat and bias. Where `x` and `w` are given and no gradient is asked for, only the shapes
@@ -62,13 +58,9 @@ def converted_linear(
 
 
 def converted_conv(
-    x_hat: Tensor,
-    w_hat: Tensor,
-    bias: Tensor | None,
-    window: conv.Window,
-    x: Operand | None = None,
+    x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, window: conv.Window, x: Operand | None = None,
     w: Operand | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """x (B, C, *sizes) and w (N, C / groups, *kernel), plus bias (N): (B, N, *positions) in the dtype of x_hat, for an
     input that is quantized before its windows are gathered: with one scale for all of it, or for each image.
 

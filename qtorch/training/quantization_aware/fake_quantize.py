@@ -142,13 +142,9 @@ def fake_quantize(values: Tensor, scaled: Scaled, x_hat: Callable[[], Tensor], m
 
 
 def straight_through_rounding(
-    input: Tensor,
-    values: Tensor,
-    scaled: Scaled,
-    mask: Callable[[Tensor], Tensor | None] | None,
-    dtype: torch.dtype | None = None,
-    compute_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    input: Tensor, values: Tensor, scaled: Scaled, mask: Callable[[Tensor], Tensor | None] | None,
+    dtype: torch.dtype | None = None, compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """The reals that the codes of a tensor stand for. Their gradient is passed straight through rounding (Bengio et
     al., arXiv 1308.3432): dL/dx = dL/dx_hat. Scales are constants to it.
 

@@ -1,7 +1,5 @@
 """Quantizers whose scales are learned by gradient descent: LSQ, LSQ+, PACT; and learned clipping of weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +29,7 @@ class RuleRanges(Statistic):
         self.ranges.append(torch.stack(self.spec.choose_range(without_lost_rows(rows, self.spec))))
         self.rows += len(rows)
 
-    def merge(self, other: RuleRanges) -> None:
+    def merge(self, other: "RuleRanges") -> None:
         self.ranges += other.ranges
         self.rows += other.rows
 
@@ -46,14 +44,9 @@ class LearnedQuantizer(Quantizer):
     """
 
     def __init__(
-        self,
-        spec: QuantSpec,
-        shape: Sequence[int],
-        freezes: bool = False,
-        scale_dtype: torch.dtype = torch.float32,
-        through_rounding: bool = True,
-        count: int | None = None,
-    ) -> None:
+        self, spec: QuantSpec, shape: Sequence[int], freezes: bool = False, scale_dtype: torch.dtype = torch.float32,
+        through_rounding: bool = True, count: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(spec, shape, freezes)
         self.scale_dtype, self.through_rounding, self.count = scale_dtype, through_rounding, count
 
@@ -204,14 +197,9 @@ class _LearnedQParams(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        log_scale: Tensor,
-        shift: Tensor | None,
-        initial: Tensor,
-        initial_zero_point: Tensor | None,
-        root: Tensor,
-        dtype: torch.dtype,
-    ) -> Any:
+        ctx: Any, log_scale: Tensor, shift: Tensor | None, initial: Tensor, initial_zero_point: Tensor | None,
+        root: Tensor, dtype: torch.dtype,
+    ) -> Any:  # fmt: skip
         limits = torch.finfo(dtype)
         scale = (initial * torch.exp(log_scale)).clamp(limits.tiny, limits.max).to(dtype).float()
         if shift is None or initial_zero_point is None:

@@ -8,8 +8,6 @@ A product with a view whose codes would differ from those of the parameter raise
 static scale is given by the recipe.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +82,7 @@ class QATSpec:
         weight = self.linear_spec.weight
         return weight.granularity.pattern(2)[0] == 1 and weight.scale_spec is None
 
-    def of_whole(self) -> QATSpec:
+    def of_whole(self) -> "QATSpec":
         """The spec of the weight that this one is a view of."""
         return replace(self, transposed=False, partial=False)
 
@@ -143,14 +141,9 @@ class QATSpec:
         return None
 
     def _fake_quantize(
-        self,
-        input: Tensor,
-        values: Tensor,
-        scaled: Scaled,
-        leaves_some: bool,
-        dtype: torch.dtype | None,
+        self, input: Tensor, values: Tensor, scaled: Scaled, leaves_some: bool, dtype: torch.dtype | None,
         multiplied: bool,
-    ) -> FakeQuantized:
+    ) -> FakeQuantized:  # fmt: skip
         """Args: leaves_some: elements outside the range of the codes get no gradient."""
 
         def x_hat() -> Tensor:

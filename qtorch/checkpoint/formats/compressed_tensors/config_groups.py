@@ -1,7 +1,5 @@
 """`quantization_config` of config.json, as compressed-tensors writes it; it may be untrusted."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +38,7 @@ class Config:
         return None if self.version is None else self.version >= _DENSE_SINCE
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> Config:
+    def parse(cls, data: Mapping[str, Any]) -> "Config":
         """From the contents of config.json, which must be valid, and nothing that this package cannot represent."""
         made = cls(version=_version(data.get("version")))
         sparsity, transforms = data.get("sparsity_config") or {}, data.get("transform_config") or {}

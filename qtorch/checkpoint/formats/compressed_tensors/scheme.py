@@ -4,8 +4,6 @@
 `config_groups` without its targets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +58,7 @@ class Args:
         return data
 
     @classmethod
-    def parse(cls, data: Any) -> Args:
+    def parse(cls, data: Any) -> "Args":
         """The arguments in config.json, which may be untrusted."""
         if not isinstance(data, Mapping):
             raise ValueError(f"quantization arguments are an object, got {data!r:.80}")

@@ -16,8 +16,6 @@ error of numpy), maps it, and makes an object for each token of the vocabulary; 
 (the vocabulary, the config) is not read.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import struct
@@ -240,7 +238,7 @@ class GgufSource(Source):
             return file.read(len(MAGIC)) == MAGIC
 
     @classmethod
-    def open(cls, path: Path, *, verify: bool, mmap: bool) -> GgufSource:
+    def open(cls, path: Path, *, verify: bool, mmap: bool) -> "GgufSource":
         """Open a file; GGUF has no checksums, and no tensor that needs no change, so both options have no effect."""
         return cls(GgufFile(path))
 

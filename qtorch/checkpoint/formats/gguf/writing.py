@@ -50,13 +50,9 @@ class GgufFormat(SaveFormat):
     suffix = ".gguf"
 
     def __init__(
-        self,
-        config: Mapping[str, Any] | None = None,
-        *,
-        types: str | Mapping[str, str] | None = None,
-        requantize: bool = False,
-        tokenizer: str | None = None,
-    ) -> None:
+        self, config: Mapping[str, Any] | None = None, *, types: str | Mapping[str, str] | None = None,
+        requantize: bool = False, tokenizer: str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(config)
         check_gguf()
         self.types = {".*": types} if isinstance(types, str) else dict(types or {})
