@@ -298,12 +298,9 @@ MODES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[object]], 
 
 
 def _changed(
-    layer: Callable[[Tensor], Tensor],
-    x: Tensor,
-    context: Callable[[], contextlib.AbstractContextManager[object]],
-    of_input: bool,
-    in_place: bool,
-) -> list[Tensor]:
+    layer: Callable[[Tensor], Tensor], x: Tensor, context: Callable[[], contextlib.AbstractContextManager[object]],
+    of_input: bool, in_place: bool,
+) -> list[Tensor]:  # fmt: skip
     """relu(2 layer(x) + more), with 0 in the first column, and its gradients. What follows `no_grad` is outside of it,
     as where an adapter adds to the output of a base without a gradient."""
     torch.manual_seed(0)

@@ -67,14 +67,9 @@ def magnitude(ndim: int, x: Tensor, weight: ConvWeight, bias: Tensor, **options)
 
 
 def of_reference(
-    x: Tensor,
-    weight: ConvWeight,
-    bias: Tensor,
-    stride: int = 1,
-    padding: int | str = 0,
-    dilation: int = 1,
+    x: Tensor, weight: ConvWeight, bias: Tensor, stride: int = 1, padding: int | str = 0, dilation: int = 1,
     groups: int = 1,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Window by window, and `reference.linear`."""
     n, channels, *kernel = weight.shape
     reach = [dilation * (k - 1) for k in kernel]

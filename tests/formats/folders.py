@@ -23,12 +23,9 @@ KERNELS = {
 
 
 def write(
-    folder: Path,
-    tensors: dict[str, Tensor],
-    shards: int = 1,
-    config: Any = None,
+    folder: Path, tensors: dict[str, Tensor], shards: int = 1, config: Any = None,
     metadata: dict[str, str] | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """A folder as transformers writes it."""
     folder.mkdir(exist_ok=True)
     names = sorted(tensors)

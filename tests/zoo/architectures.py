@@ -54,14 +54,9 @@ class Architecture(NamedTuple):
 
 
 def _text(
-    name: str,
-    *,
-    head: str = "ForCausalLM",
-    config: str = "",
-    generates: bool = True,
-    compiles: bool = True,
+    name: str, *, head: str = "ForCausalLM", config: str = "", generates: bool = True, compiles: bool = True,
     **more: Any,
-) -> Architecture:
+) -> Architecture:  # fmt: skip
     return Architecture(
         f"{name}{head}", f"{config or name}Config", {**TEXT, **SPECIAL, **more}, text, generates, compiles
     )

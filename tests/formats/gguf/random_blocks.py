@@ -44,11 +44,9 @@ def random_bytes(kind: BlockType, shape: tuple[int, ...], seed: int = 0, scale: 
 
 
 def write(
-    path: Path,
-    tensors: Mapping[str, tuple[np.ndarray, GGMLQuantizationType | None]],
-    architecture: str = "llama",
+    path: Path, tensors: Mapping[str, tuple[np.ndarray, GGMLQuantizationType | None]], architecture: str = "llama",
     metadata: Mapping[str, Any] | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """A file of these tensors, by gguf's own writer; quantized ones as bytes with their type.
 
     Args:
