@@ -179,19 +179,11 @@ def test_the_defaults_of_the_process_change_no_tensor() -> None:
 
 # Files that compare addresses, or look at how they are aligned, and read nothing there.
 COMPARED = {
-    "calibration/captures.py",
-    "checkpoint/save_folder.py",
-    "dtypes/experts.py",
-    "dtypes/parameter.py",
-    "integrations/fusion/fused_model.py",
-    "integrations/plain_state.py",
-    "integrations/transformers/loading_plan.py",
-    "kernels/cpu/weight.py",
-    "kernels/cuda/triton/int8_scaled_mm.py",
-    "kernels/cuda/triton/launch.py",
-    "training/distillation.py",
-    "training/optim/adam.py",
-}
+    "calibration/captures.py", "checkpoint/save_folder.py", "dtypes/experts.py", "dtypes/parameter.py",
+    "integrations/fusion/fused_model.py", "integrations/plain_state.py", "integrations/transformers/loading_plan.py",
+    "kernels/cpu/weight.py", "kernels/cuda/triton/int8_scaled_mm.py", "kernels/cuda/triton/launch.py",
+    "training/distillation.py", "training/optim/adam.py",
+}  # fmt: skip
 
 
 def test_where_names_may_stand() -> None:

@@ -20,13 +20,10 @@ from tests.float_checkpoints import assert_same, decoder, expected, save_shards,
 from tests.refusals import refuses
 
 RECIPES = [
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.int8_weight_only(),
-    qtorch.int8_dynamic_activation_int4_weight(group_size=32),
-    qtorch.nf4_weight_only(),
-    qtorch.float8_weight_only(),
+    qtorch.int4_weight_only(group_size=32), qtorch.int8_weight_only(),
+    qtorch.int8_dynamic_activation_int4_weight(group_size=32), qtorch.nf4_weight_only(), qtorch.float8_weight_only(),
     qtorch.nvfp4_weight_only(),
-]
+]  # fmt: skip
 
 
 @pytest.fixture

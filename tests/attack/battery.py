@@ -175,23 +175,9 @@ def saves_again(w: QuantizedTensor) -> None:
 
 
 OPERATIONS: list[Callable[[QuantizedTensor], None]] = [
-    whole,
-    prints,
-    dequantizes,
-    multiplies,
-    multiplies_batches,
-    convolves,
-    looks_up,
-    refuses_rows_that_it_has_not,
-    transposes,
-    slices,
-    converts,
-    clones,
-    is_written_to,
-    has_a_gradient,
-    saves_again,
-    multiplies,
-]
+    whole, prints, dequantizes, multiplies, multiplies_batches, convolves, looks_up, refuses_rows_that_it_has_not,
+    transposes, slices, converts, clones, is_written_to, has_a_gradient, saves_again, multiplies,
+]  # fmt: skip
 
 
 def _input(rows: int, columns: int, dtype: torch.dtype) -> Tensor:

@@ -172,13 +172,8 @@ def attack(
 
 
 MEANT = (
-    "mixed dtype",
-    "must have the same dtype",
-    "expected scalar type",
-    "expected m1 and m2",
-    "same dtype",
-    "Input type",
-)
+    "mixed dtype", "must have the same dtype", "expected scalar type", "expected m1 and m2", "same dtype", "Input type",
+)  # fmt: skip
 """What torch says where a file has float parameters of dtypes that do not go together, as a float model may have."""
 
 

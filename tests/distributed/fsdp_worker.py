@@ -241,15 +241,9 @@ def check_muon() -> None:
 
 
 CHECKS = [
-    check_muon,
-    check_codes_of_masters,
-    check_recipes_of_training,
-    check_empty_shards,
-    check_what_is_sent,
-    check_other_forms,
-    check_loading,
-    check_gradients,
-]
+    check_muon, check_codes_of_masters, check_recipes_of_training, check_empty_shards, check_what_is_sent,
+    check_other_forms, check_loading, check_gradients,
+]  # fmt: skip
 
 
 OF_A_MESH = ("int8_weight_only", "nf4_weight_only", "int8, a convolution", "int8_mixed_precision_training")

@@ -21,14 +21,9 @@ from tests.rounding import assert_same_sums
 
 BUILT = compiled_library.library() is not None
 COMPILED = (
-    "int8 row",
-    "int8 tensor",
-    "uint4 group",
-    "uint4 group, real zero",
-    "uint4 group, packed",
-    "uint4 group, int8 scales",
-    "int3 group, packed",
-)
+    "int8 row", "int8 tensor", "uint4 group", "uint4 group, real zero", "uint4 group, packed",
+    "uint4 group, int8 scales", "int3 group, packed",
+)  # fmt: skip
 WEIGHT_ONLY_CONV = "cpu_weight_only_conv" if BUILT else "dequantized_conv"
 INTEGERS = [name for name in SPECS if name not in WEIGHT_ONLY]
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -204,14 +204,10 @@ def test_what_fits_and_what_cannot_be_hidden(name: str) -> None:
 
 
 PARAMETER_RECIPES: list[Recipe] = [
-    int8_weight_only(),
-    int4_weight_only(group_size=32),
-    lut_weight_only(3),
-    int8_mixed_precision_training(),
-    qtorch.training.int8_weight_only_quantized_training(stochastic_rounding=False),
-    bitnet_training(),
+    int8_weight_only(), int4_weight_only(group_size=32), lut_weight_only(3), int8_mixed_precision_training(),
+    qtorch.training.int8_weight_only_quantized_training(stochastic_rounding=False), bitnet_training(),
     qat(int8_weight_only()),
-]
+]  # fmt: skip
 every_recipe = pytest.mark.parametrize("recipe", PARAMETER_RECIPES, ids=str)
 
 

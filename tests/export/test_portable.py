@@ -86,12 +86,9 @@ def test_weights_and_errors_of_the_ordinary_export() -> None:
     quantize_(model, {"up": qtorch.int8_weight_only(), "down": qtorch.int4_weight_only(group_size=32)})
     program = torch.export.export(portable(model), (torch.randn(2, 64),))
     assert operators(program) == [
-        "dequantize_per_channel.default",
+        "dequantize_per_channel.default", "linear.default", "gelu.default", "dequantize_per_channel_group.default",
         "linear.default",
-        "gelu.default",
-        "dequantize_per_channel_group.default",
-        "linear.default",
-    ]
+    ]  # fmt: skip
     assert {name: tensor.dtype for name, tensor in program.state_dict.items() if name.endswith("qdata")} == {
         "up.weight_qdata": torch.int8,
         "down.weight_qdata": torch.uint8,
@@ -117,11 +114,9 @@ def test_activations_bare_parameters_and_what_is_shared() -> None:
     quantize_(model, qtorch.int8_static_activation_int8_weight(0.03))
     program = torch.export.export(portable(model, "qdq"), (torch.randn(2, 64),))
     assert operators(program)[:4] == [
-        "quantize_per_tensor.default",
-        "dequantize_per_tensor.default",
-        "dequantize_per_channel.default",
+        "quantize_per_tensor.default", "dequantize_per_tensor.default", "dequantize_per_channel.default",
         "linear.default",
-    ]
+    ]  # fmt: skip
     first = next(node for node in program.graph.nodes if "quantize_per_tensor" in node.name)
     assert first.args[1:5] == (pytest.approx(0.03), 0, -127, 127)
     model = made(Mlp)

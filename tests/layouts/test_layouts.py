@@ -54,12 +54,8 @@ def test_unpack_is_the_inverse_of_pack(layout: Layout) -> None:
         taken += 1
         assert packed.scheme.layout == layout
         assert set(packed.inner_tensors) <= {
-            *layout.tensors,
-            "scale_scale",
-            "scale_mean",
-            "act_scale",
-            "act_zero_point",
-        }
+            *layout.tensors, "scale_scale", "scale_mean", "act_scale", "act_zero_point",
+        }  # fmt: skip
         for a, b in zip(packed.plain(), w.plain()):
             assert (a is None) == (b is None)
             assert a is None or (a.dtype == b.dtype and torch.equal(a.float(), b.float()))
