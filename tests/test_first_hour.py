@@ -16,21 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import (
-    compute_error,
-    dequantize_,
-    explain,
-    int4_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_weight_only,
-    load_quantized,
-    quantize_,
-    quantize_checkpoint,
-    save_quantized,
-)
+from qtorch import compute_error, dequantize_, explain, load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.calibration import auto, gptq, observed
 from qtorch.dtypes import QuantizedTensor
 from qtorch.primitives.jsonable import _field_types
+from qtorch.recipes import int4_weight_only, int8_dynamic_activation_int4_weight, int8_weight_only
 from qtorch.recipes.base import RECIPES, Recipe
 from qtorch.training import convert, int8_mixed_precision_training, qat
 from tests import every_recipe

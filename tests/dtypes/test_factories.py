@@ -8,11 +8,9 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, MappingType, PerBlock, PerTensor, QuantSpec, ZeroPointDomain, compute_error
-from qtorch.dtypes import (
-    to_affine_quantized_floatx,
+from qtorch.dtypes import to_affine_quantized_floatx, to_affine_quantized_fpx, to_affine_quantized_intx
+from qtorch.dtypes.factories import (
     to_affine_quantized_floatx_static,
-    to_affine_quantized_fpx,
-    to_affine_quantized_intx,
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
 )

@@ -5,18 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from qtorch import (
-    AffineQuantizedTensor,
-    BlockSparseLayout,
-    MappingType,
-    PerGroup,
-    PerRow,
-    PlainLayout,
-    QuantSpec,
-    vector_codebook_weight_only,
-)
+from qtorch import AffineQuantizedTensor, BlockSparseLayout, PlainLayout, QuantSpec, vector_codebook_weight_only
 from qtorch.dtypes import Layout, register_layout
-from qtorch.primitives import LinearSpec, from_json, mask_blocks, prune_blocks, to_json
+from qtorch.primitives import LinearSpec, MappingType, PerGroup, PerRow, from_json, mask_blocks, prune_blocks, to_json
 from qtorch.primitives.layouts import LAYOUTS
 from tests.dtypes.specs import SPECS, quantized
 from tests.refusals import refuses

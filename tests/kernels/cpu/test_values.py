@@ -7,17 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qtorch import (
-    CodebookSpec,
-    LinearSpec,
-    MappingType,
-    PackedLayout,
-    PerGroup,
-    PerRow,
-    PlainLayout,
-    QuantSpec,
-    ZeroPointDomain,
-)
+from qtorch import CodebookSpec, LinearSpec, MappingType, PackedLayout, PlainLayout, QuantSpec
 from qtorch.checkpoint.formats.gguf.block_types import TYPES
 from qtorch.dtypes import AffineQuantizedTensor, LUTQuantizedTensor
 from qtorch.dtypes.base import quantized_type
@@ -27,7 +17,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, variants, weight_only
 from qtorch.kernels.cpu.code_values import FLOATS, CodeValues, QuantizedScales
 from qtorch.kernels.cpu.weight_only import cpu_double_quantized_mm
-from qtorch.primitives import NF4_TABLE, nvfp4_spec, qdtype
+from qtorch.primitives import NF4_TABLE, PerGroup, PerRow, ZeroPointDomain, nvfp4_spec, qdtype
 from qtorch.primitives.layouts.packed import can_pack_bits
 from tests.fast_part import matrix_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY

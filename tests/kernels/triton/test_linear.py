@@ -6,22 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from qtorch import (
-    AffineQuantizedTensor,
-    BlockSparseLayout,
-    PackedLayout,
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    QuantSpec,
-)
+from qtorch import AffineQuantizedTensor, BlockSparseLayout, PackedLayout, PerBlock, PerGroup, PerRow, PerTensor
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear import reference
 from qtorch.kernels.linear.block_sparse import block_sparse_int8_scaled_mm, block_sparse_weight_only_mm
 from qtorch.kernels.registry import Problem, kernels
-from qtorch.primitives import LinearSpec, MappingType, ZeroPointDomain, compute_error, prune_blocks
+from qtorch.primitives import LinearSpec, MappingType, QuantSpec, ZeroPointDomain, compute_error, prune_blocks
 from tests.fast_part import matrix_but
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
