@@ -153,6 +153,12 @@ def wrong_type(cls: type, values: Mapping[str, Any], kinds: Collection[Any] = ()
     return ""
 
 
+def call_of(made: Any) -> str:
+    """The call that makes a frozen dataclass with the `name` of a function, without default arguments."""
+    given = [f.name for f in dataclasses.fields(made) if getattr(made, f.name) != f.default]
+    return f"{made.name}({', '.join(f'{name}={getattr(made, name)!r}' for name in given)})"
+
+
 def tuples(value: Any) -> Any:
     """Lists, inside each other too, as tuples."""
     return tuple(map(tuples, value)) if isinstance(value, list) else value

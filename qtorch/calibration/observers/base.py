@@ -5,13 +5,12 @@ An observer names a statistic, which is collected while the model runs on data, 
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from ...primitives import QuantSpec
-from ...primitives.jsonable import jsonable
+from ...primitives.jsonable import call_of, jsonable
 from ..statistics import Statistic
 
 OBSERVERS: "dict[str, type[Observer]]" = {}
@@ -65,10 +64,7 @@ class Observer:
         """
         raise NotImplementedError
 
-    def __repr__(self) -> str:
-        """The call that makes it, without default arguments."""
-        shown = [f.name for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+    __repr__ = call_of
 
 
 def register_observer(name: str) -> Callable[[O], O]:

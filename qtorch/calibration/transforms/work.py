@@ -5,7 +5,6 @@ What transforms share is a `Work`: the model, its graph, its parameters, the dat
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ...model.report import TransformReport
+from ...primitives.jsonable import call_of
 from ...recipes.base import WeightRecipe
 from ..data import Data, eval_mode, tensors_of
 from .folds import Fold, Parameters, Refusal, find_folds
@@ -153,10 +153,7 @@ class Transform:
 
     name: ClassVar[str]
 
-    def __repr__(self) -> str:
-        """The call that makes it, without default arguments."""
-        shown = [f.name for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
-        return f"{self.name}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+    __repr__ = call_of
 
     def apply(self, work: Work) -> list[TransformReport]:
         """Replace parameters of the model.
