@@ -377,7 +377,7 @@ def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits
     added, bias = weight.split_bias(bias, x, n)
-    if quantized.scale_scale is not None and not is_compiling():
+    if quantized.scale_scale is not None:
         y = _with_quantized_scales(to_rows(x), quantized, None, quantized.table, added)
     else:
         y = cpu_lut_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.table, bits, packed, added)
@@ -386,7 +386,8 @@ def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     return from_rows(y, x, bias)
 
 
-# Scales that are quantized themselves are read as codes in eager mode. Compiled graphs make numbers of them.
+# Scales that are quantized themselves are read as codes. Compiled graphs make numbers of those of integers, whose kernel
+# they call without Python.
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
