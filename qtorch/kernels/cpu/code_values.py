@@ -59,7 +59,7 @@ class CodeValues(NamedTuple):
         """Those of `table` (L,), or (N, 1, L), one for each row."""
         rows = table.detach().reshape(-1, table.shape[-1]).float()
         found = cls(functional.pad(rows, (0, max(0, 16 - rows.shape[1]))).contiguous(), rows.shape[1])
-        return found._replace(unit=_unit_of(rows[0])) if rows.shape == (1, 16) else found
+        return found._replace(unit=_unit_of(rows[0].tolist())) if rows.shape == (1, 16) else found
 
     @classmethod
     @functools.cache
@@ -188,12 +188,11 @@ def _form_of_scales(spec: Numerics, count: int) -> tuple[str, int, bool]:
     return spec.dtype.name, group_size(count, spec), not only_multiplies(spec)
 
 
-def _unit_of(numbers: Tensor) -> float:
+def _unit_of(numbers: list[float]) -> float:
     """A power of two, see `CodeValues.unit`."""
     for unit in (1.0, 0.5, 0.25):
-        integers = numbers / unit
-        span = float(integers.max().clamp(min=0) - integers.min().clamp(max=0))
-        if bool((integers == integers.round()).all()) and span <= 31:
+        integers = [number / unit for number in numbers]
+        if all(map(float.is_integer, integers)) and max(0.0, *integers) - min(0.0, *integers) <= 31:
             return unit
     return 0.0
 

@@ -33,7 +33,9 @@ from .weight_only import CompiledLinear, Numerics, where_finite
 GROUP_MULTIPLE = 32  # the size of the groups of a weight is a multiple of this
 
 
-class _Int8Linear(CompiledLinear):
+class Int8Linear(CompiledLinear):
+    """Of `cpu_int8_mm`."""
+
     name, call = "int8_mm", IntCall
 
 
@@ -73,18 +75,12 @@ def _multiply(
     weight.check_bias(bias, dtype, n)
     numerics = numerics_of(quantizer)
     about = (n, k, weight_dtype, packed, "INT", 0.0, x.dtype, dtype, "int8", numerics)
-    layer = _Int8Linear.of(codes, ws, wz, *about, scales=scales)
+    layer = Int8Linear.of(codes, ws, wz, *about, scales=scales)
     compiled, variant = layer.compiled, layer.variant(m)
 
     def in_torch() -> Tensor:
-        note("cpu_int8_mm.torch")
-        xq, scale, zero = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
-        assert scale is not None
         of_weight = ws if scales is None else scales.numbers(ws, wz)[0]
-        if packed:
-            y = scaled.packed_int8_mm(xq, scale, zero, codes, of_weight, wz, weight_dtype, dtype)
-        else:
-            y = int8_grouped_mm(xq, scale, zero, codes, of_weight, wz, dtype)
+        y = multiply_in_torch(x, xs, xz, quantizer, codes, of_weight, wz, packed, weight_dtype, dtype)
         return y if bias is None else y.add_(bias)
 
     if compiled is None or variant == "torch":
@@ -97,6 +93,19 @@ def _multiply(
         numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
     y, finite = layer.run(x, x.stride(0), m, (m, n), bias, variant, numerics)
     return y if finite else where_finite(y, x, in_torch)
+
+
+def multiply_in_torch(
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
+    codes: Tensor, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The variant "torch" of `cpu_int8_mm`: torch's product of bytes."""
+    note("cpu_int8_mm.torch")
+    xq, scale, zero = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
+    assert scale is not None
+    if packed:
+        return scaled.packed_int8_mm(xq, scale, zero, codes, ws, wz, weight_dtype, dtype)
+    return int8_grouped_mm(xq, scale, zero, codes, ws, wz, dtype)
 
 
 @implement("int8_product", "cpu")
@@ -243,5 +252,5 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     )  # fmt: skip
     y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, QuantizedScales.of(quantized)))
     if not is_compiling() and quantizer and not scheme.spec.static:
-        _Int8Linear.prepare(quantized)
+        Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

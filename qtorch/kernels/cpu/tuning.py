@@ -14,19 +14,19 @@ from ...primitives.layouts.packed import pack_codes
 from ...primitives.qdtype import qdtype
 from . import cache, variants
 from .compiled_library import Library, library
-from .int8_linear import cpu_int8_mm
+from .int8_linear import Int8Linear, multiply_in_torch, numerics_of
 from .variants import Steps, Table
-from .weight_only import cpu_weight_only_mm
+from .weight_only import CompiledLinear, Dequantized, WeightOnlyLinear, multiply_dequantized
 
-ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096), "large": (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512)}
+ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024), "large": (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512)}
 """Numbers of rows to measure, by size of the weight."""
 
 COPIES = {"small": 8, "large": 16}
 """Weights in int8 used in turn, and as many bytes of others: large ones are read from memory, as in a model."""
 
-SIZES = {"small": 512, "large": 2048}  # rows and columns of the weight
+SIZES = {"small": 1024, "large": 2048}  # rows and columns of the weight; the largest of the small ones costs most
 GROUP, SHORT_GROUP = 128, 32  # columns of a group; those of a short one, see `variants.key_of`
-ROUNDS = 15
+ROUNDS, SECONDS = 15, 0.03  # at least so many, and for so long: the calls of few rows are short
 HOPELESS = 2.0  # a variant that takes so many times the least time in the first round is not measured again
 
 
@@ -60,42 +60,53 @@ class _Weights:
         self.bytes = COPIES[name] * size * size
         shape = COPIES[name] * (2 if packed else 1), size, size
         codes = torch.randint(low, high + 1, shape, dtype=torch.int8, device="cpu")
-        self.size, self.packed, self.kind, self.bounds = size, packed, kind, (float(low), float(high))
-        self.codes = pack_codes(codes, kind) if packed else codes
+        self.codes = list(pack_codes(codes, kind) if packed else codes)
         self.scale = torch.full((size, size // group), 0.01, dtype=torch.float32, device="cpu")
+        self.about = (size, size, kind.name, packed, "INT", 0.0)
 
     def floats(self, dtype: torch.dtype) -> Tensor:
         """Weights in floating point, (count, size, size)."""
-        count = max(1, self.bytes // (self.size**2 * dtype.itemsize))
-        return torch.randn(count, self.size, self.size, dtype=torch.float32, device="cpu").to(dtype)
+        size = self.about[0]
+        count = max(1, self.bytes // (size**2 * dtype.itemsize))
+        return torch.randn(count, size, size, dtype=torch.float32, device="cpu").to(dtype)
 
-    def calls(self, x: Tensor, names: list[str], floats: Tensor | None = None) -> dict[str, Callable[[], Tensor]]:
+    def calls(self, x: Tensor, names: list[str], floats: Tensor | None = None) -> dict[str, Callable[[], object]]:
         """Multiply `x` with one of the weights after the other, by variant: as int8 codes; if there are `floats`,
-        weight-only, and also with these, "copy"."""
-        turns = itertools.cycle(self.codes)
-        kind = (self.packed, self.kind.name)
+        weight-only, and also with these, "copy". Only what `F.linear` repeats is run: to force a variant through it
+        would make each weight's struct anew, which takes longer than a small layer."""
+        n, k, kind, packed = self.about[:4]
+        quantizer = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
+        made: type[CompiledLinear] = Int8Linear if floats is None else WeightOnlyLinear
+        of_input = (x.dtype, x.dtype, *(("int8", numerics_of(quantizer)) if floats is None else (x.dtype, ())))
+        turns = itertools.cycle([made(codes, self.scale, None, *self.about, *of_input) for codes in self.codes])
+        in_turn = itertools.cycle(self.codes)
 
-        def multiply(variant: str) -> Tensor:
-            codes = next(turns)
-            with variants.force(variant):
-                if floats is not None:
-                    return cpu_weight_only_mm(x, codes, self.size, self.scale, None, *kind, *self.bounds, "INT", None)
-                quantizer = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
-                return cpu_int8_mm(x, None, None, quantizer, codes, self.size, self.scale, None, *kind, x.dtype, None)
+        def multiply(variant: str) -> object:
+            layer = next(turns)
+            if variant == "torch":
+                codes = next(in_turn)
+                return multiply_in_torch(x, None, None, quantizer, codes, self.scale, None, packed, kind, x.dtype)
+            if variant == "float":
+                assert layer.compiled is not None
+                return multiply_dequantized(x, Dequantized(layer.compiled, layer.fields, n, k, x.dtype), None)
+            return layer.run(x, k, len(x), (len(x), n), None, variant, layer.numerics)
 
         # Dot products read the whole weight for every eight rows.
         names = [variant for variant in names if variant != "dot" or len(x) <= 16]
-        found: dict[str, Callable[[], Tensor]] = {variant: functools.partial(multiply, variant) for variant in names}
+        found: dict[str, Callable[[], object]] = {variant: functools.partial(multiply, variant) for variant in names}
         if floats is not None:
             copies = itertools.cycle(floats)
             found["copy"] = lambda: functional.linear(x, next(copies))
         return found
 
 
-def _times(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+def _times(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
     """The least time of each call, over rounds in which they take turns."""
     times = dict.fromkeys(calls, float("inf"))
-    for turn in range(ROUNDS):
+    stop = time.perf_counter() + SECONDS
+    for turn in itertools.count():
+        if turn >= ROUNDS and time.perf_counter() > stop:
+            break
         least = min(times.values())
         for variant, call in calls.items():
             if turn and times[variant] > HOPELESS * least:

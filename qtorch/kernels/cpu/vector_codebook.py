@@ -12,7 +12,7 @@ from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import weight
 from .code_values import VECTORS
 from .weight import register_compiled
-from .weight_only import _WeightOnlyLinear, multiply
+from .weight_only import WeightOnlyLinear, multiply
 
 
 @opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))
@@ -44,5 +44,5 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = weight.split_bias(bias, x, quantized.scheme.shape[0])
     y = cpu_vector_codebook_mm(to_rows(x), quantized.qdata, quantized.scale, rotation_of(quantized), added)
     if not is_compiling():
-        _WeightOnlyLinear.prepare(quantized)
+        WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)

@@ -147,7 +147,9 @@ class CompiledLinear(CompiledWeight):
             vars(weight)["fast_linear"] = made.linear
 
 
-class _WeightOnlyLinear(CompiledLinear):
+class WeightOnlyLinear(CompiledLinear):
+    """Of `cpu_weight_only_mm` and the operators like it."""
+
     name, call = "weight_only_mm", Call
 
     def find_variant(self, rows: int) -> str:
@@ -214,7 +216,7 @@ def multiply(
     """
     (m, k), n = x.shape, about[0]
     weight.check_bias(bias, x.dtype, n)
-    layer = _WeightOnlyLinear.of(*tensors, *about, x.dtype, x.dtype, x.dtype, (), scales=scales)
+    layer = WeightOnlyLinear.of(*tensors, *about, x.dtype, x.dtype, x.dtype, (), scales=scales)
     compiled, variant = layer.compiled, layer.variant(m)
     if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
@@ -230,12 +232,12 @@ def multiply(
         note(f"{name}.{compiled.instruction_set}.{variant}")
     made = Dequantized(compiled, layer.fields, n, k, x.dtype)
     if variant == "float":
-        return layer.finite(_multiply_slices(layer.rotated(x), made, bias), x, in_torch, bias)
+        return layer.finite(multiply_dequantized(layer.rotated(x), made, bias), x, in_torch, bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     y, finite = layer.run(x, x.stride(0), m, (m, n), bias, variant, ())
     if finite:
         return y
-    y = where_finite(y, x, lambda: _multiply_slices(layer.rotated(x), made, bias))
+    y = where_finite(y, x, lambda: multiply_dequantized(layer.rotated(x), made, bias))
     return layer.finite(y, x, in_torch, bias)
 
 
@@ -294,7 +296,8 @@ def _add(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
 
 
-def _multiply_slices(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tensor:
+def multiply_dequantized(x: Tensor, made: Dequantized, bias: Tensor | None) -> Tensor:
+    """The variant "float": slices that stay in cache are dequantized, and multiplied by torch."""
     n, k = made.n, made.k
     step = slice_length(x, k, limit=SLICE_BYTES)
     if n <= step:
@@ -328,7 +331,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
         y = cpu_weight_only_mm(to_rows(x), quantized.qdata, n, scale, zero_point, *form, added)
     if not is_compiling():
-        _WeightOnlyLinear.prepare(quantized)
+        WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)
 
 
@@ -374,16 +377,17 @@ def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits
     added, bias = weight.split_bias(bias, x, n)
-    if quantized.scale_scale is not None and not is_compiling():
+    if quantized.scale_scale is not None:
         y = _with_quantized_scales(to_rows(x), quantized, None, quantized.table, added)
     else:
         y = cpu_lut_mm(to_rows(x), quantized.qdata, n, quantized.dense_scale(), quantized.table, bits, packed, added)
     if not is_compiling():
-        _WeightOnlyLinear.prepare(quantized)
+        WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)
 
 
-# Scales that are quantized themselves are read as codes in eager mode. Compiled graphs make numbers of them.
+# Scales that are quantized themselves are read as codes. Compiled graphs make numbers of those of integers, whose kernel
+# they call without Python.
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))

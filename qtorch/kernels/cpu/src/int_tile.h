@@ -27,11 +27,11 @@ inline IntPanels int_panels(const Weight& w, const Codes& x, int64_t threads) {
     using Part = std::conditional_t<UNIT_CODES == 4, int8_t, std::conditional_t<UNIT_CODES == 2, int16_t, float>>;
     int64_t ld = round_up(w.k, 64), units = ld / UNIT_CODES;
     Part* codes = row_scratch.get<Part>(rows * ld);
-    for (int64_t m = 0; m < rows; m++) {
+    parallel_for(rows, threads, [&](int64_t m) {
         Part* row = codes + m * ld;
         for (int64_t k = 0; k < w.k; k++) row[k] = m < x.rows ? x.codes[m * x.ld + k] : 1;
         memset(row + w.k, 0, (ld - w.k) * sizeof *row);
-    }
+    });
     Unit* out = panel_scratch.get<Unit>(lanes * units);
     to_panels((const int32_t*)codes, units, rows, units, (int32_t*)out, threads);
     return {count, units * LANES, out, sums};

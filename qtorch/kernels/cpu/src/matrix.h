@@ -71,6 +71,18 @@ struct Output {
         }
     }
 
+    // A vector of fp32 results of each of `rows` rows from m on, from column `start` on.
+    INLINE void write_vectors(int64_t m, int64_t start, int64_t rows, const Floats* values) const {
+        float* to = (float*)data + m * n + start;
+        Floats more = bias ? load<Floats>((const float*)bias + start) : Floats{};
+        Ints lost = {};
+        for (int64_t r = 0; r < rows; r++) {
+            lost |= ((Ints)values[r] & MAGNITUDE) >= INFINITE;
+            store(to + r * n, bias ? values[r] + more : values[r]);
+        }
+        if (__builtin_expect(sum(lost) != 0, 0)) __atomic_fetch_add(&non_finite_results, 1, __ATOMIC_RELAXED);
+    }
+
     // The same for rows 0 to `rows`, from values[column * ld + row]. Whole vectors are read where ld has room for them.
     void write_transposed(int64_t rows, int64_t start, int64_t count, const float* values, int64_t ld) const {
         if (rows == 1 && ld == 1) return write(0, start, count, values);
@@ -79,9 +91,11 @@ struct Output {
                 for (int64_t m = 0; m < rows; m++) write(m, start + i, 1, values + i * ld + m);
             return;
         }
-        for (int64_t i = 0; i < count; i += LANES) {
-            int64_t columns = count - i < LANES ? count - i : LANES;
-            for (int64_t m = 0; m < rows; m += LANES) {
+        // All columns of some rows before the next rows: they share lines of the cache.
+        for (int64_t m = 0; m < rows; m += LANES) {
+            int64_t here = rows - m < LANES ? rows - m : LANES;
+            for (int64_t i = 0; i < count; i += LANES) {
+                int64_t columns = count - i < LANES ? count - i : LANES;
                 Floats block[LANES] = {};
                 if (columns == LANES) {
                     UNROLL for (int j = 0; j < LANES; j++) block[j] = load<Floats>(values + (i + j) * ld + m);
@@ -89,7 +103,9 @@ struct Output {
                     for (int64_t j = 0; j < columns; j++) block[j] = load<Floats>(values + (i + j) * ld + m);
                 }
                 transpose(block);
-                for (int64_t r = 0; r < LANES && m + r < rows; r++) write(m + r, start + i, columns, (const float*)&block[r]);
+                if (columns == LANES && type == FLOAT32) write_vectors(m, start + i, here, block);
+                else
+                    for (int64_t r = 0; r < here; r++) write(m + r, start + i, columns, (const float*)&block[r]);
             }
         }
     }
