@@ -205,6 +205,18 @@ def test_scales_of_scales_that_change(name: str) -> None:
     assert torch.equal(functional.linear(x, weight), functional.linear(x, weight.clone()))
 
 
+@NEEDS_LIBRARY
+def test_a_compiled_graph_reads_scales_of_tables_as_codes() -> None:
+    """Their numbers would be new tensors on each call, whose struct is made anew."""
+    weight, x = weights("NF4, twice quantized")[-1], torch.randn(3, 1024)
+    compiled = torch.compile(lambda x: functional.linear(x, weight), fullgraph=True)
+    compiled(x)
+    with record_kernels() as ran:
+        y = compiled(x)
+    assert {name.partition(".")[0] for name in ran} == {"cpu_double_quantized_mm"}
+    assert torch.equal(y, functional.linear(x, weight))
+
+
 @pytest.mark.parametrize("name", [*DOUBLE, *BLOCKS])
 def test_numbers_of_quantized_scales(name: str) -> None:
     """Where no compiled kernel takes the weight, scales are those of the tensor, bit for bit."""

@@ -1,4 +1,4 @@
-// Weights whose bytes stand for vectors of four columns, entries of a codebook (primitives/vector_codebook.py):
+// Weights whose bytes stand for vectors of four columns, entries of a codebook (primitives/vector_spec.py):
 //
 //     w[n, 4 j + i] = vectors[byte[n, j]][i] * scale[n, g]
 //
