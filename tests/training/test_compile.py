@@ -32,6 +32,7 @@ RECIPES: dict[str, Recipe] = {
         training.Int8MixedPrecisionTrainingConfig(grad_weight=False)
     ),
     "nvfp4, with noise": training.nvfp4_training(),
+    "nvfp4, MS-EDEN": training.nvfp4_training(ms_eden=True),
     "mxfp4, with noise": training.mxfp4_training(),
     "float8 tensorwise": training.float8_training("tensorwise"),
     "float8 blocks": training.float8_training(PerBlock((32, 32))),
