@@ -138,7 +138,7 @@ def test_gradients_have_no_bias_and_nothing_clips(name: str) -> None:
 
 
 def test_ms_eden_has_no_bias_and_less_than_half_the_error() -> None:
-    """Of stochastic rounding. Rounding to nearest has a bias, which the correction removes; a lost row loses no other."""
+    """Of stochastic rounding. Rounding to nearest has a bias, which the correction removes; no row loses another."""
     eden, noisy = (training.nvfp4_training(ms_eden=on).training_spec() for on in (True, False))
     x = torch.randn(64, 256) * torch.rand(64, 1).exp()
     x[:, 3] *= 10

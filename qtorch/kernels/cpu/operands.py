@@ -237,6 +237,7 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
                 return y
             # What is not finite may be so on the way only.
     if in_block and bool(ws.amax() <= LARGE_SCALE):
+        note("int_matmul")
         return cpu_int8_block_mm(xq, xs, wq, ws, dtype)
     note(f"scale_sums.{compiled.instruction_set}")
     y, to_y = empty_at((m, n), dtype)

@@ -258,7 +258,7 @@ def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
             variant = variants.choose(build, variants.key_of("int8", False, False, n * k), m)
             in_block = k <= 1024 and build in IN_FLOATS
             direct = k >= 32 and all(t.is_contiguous() for t in (a, b, ws)) and len(xs) == m and variant != "torch"
-            sums = [f"int8_block_mm.{build}"] if in_block else [f"scale_sums.{build}", "int_matmul"]
+            sums = ["int_matmul", f"int8_block_mm.{build}"] if in_block else [f"scale_sums.{build}", "int_matmul"]
             direct = direct and not (in_block and m > 64)
             assert ran[:2] == (["int_matmul", f"int_matmul.{build}.{variant}"] if direct else sums)
             assert same(ours, int8_grouped_mm(x, xs, None, w, ws, None, dtype)), (dtype, xs.shape, ws.stride())
