@@ -42,6 +42,7 @@ from qtorch.training import (
     AdamWFp8,
     CPUOffloadOptimizer,
     Int8MixedPrecisionTrainingConfig,
+    Muon8bit,
     QGaLoreAdamW8bit,
     binary_training,
     bitnet_training,
@@ -85,6 +86,7 @@ RECIPES: dict[str, Recipe | None] = {
     "float8_blockwise": float8_training(PerBlock((64, 64))),  # 64 divides the sizes of the models, 128 does not
     "mxfp8": mxfp8_training(),
     "nvfp4": nvfp4_training(),
+    "nvfp4_ms_eden": nvfp4_training(ms_eden=True),
     "mxfp4": mxfp4_training(),
     "int8_weights": int8_weight_only_quantized_training(),
     "int8_weights_nearest": int8_weight_only_quantized_training(stochastic_rounding=False),
@@ -115,7 +117,18 @@ def qgalore(parameters: Iterable[nn.Parameter], **arguments: Any) -> torch.optim
     return QGaLoreAdamW8bit(groups, scale=1.0, update_proj_gap=50, **arguments)
 
 
-OPTIMIZERS["qgalore"] = qgalore
+def muon(parameters: Iterable[nn.Parameter], **arguments: Any) -> torch.optim.Optimizer:
+    """Muon for the matrices of the blocks, with steps of AdamW's size; the rest by AdamW8bit."""
+    parameters = list(parameters)
+    inner = [p.dim() == 2 and 256 not in p.shape for p in parameters]
+    matrices, others = (
+        [p for p, kind in zip(parameters, inner, strict=True) if kind == want] for want in (True, False)
+    )
+    groups = [{"params": matrices}, {"params": others, "use_muon": False}]
+    return Muon8bit(groups, adjust_lr_fn="match_rms_adamw", **arguments)
+
+
+OPTIMIZERS |= {"qgalore": qgalore, "muon_8bit": muon, "muon_8bit_ns_int8": functools.partial(muon, ns_int8=True)}
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Training in few bits: binary, int4, FP4, and adapters."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from qtorch import PerBlock, PerGroup, compute_error, quantize_, training
 from qtorch.kernels import record_kernels
 from qtorch.primitives import mx_spec, nvfp4_spec
 from qtorch.training import GemmSpec, TrainingSpec, binary_training, convert, int4_training, integer, lora_qat, qat
-from qtorch.training.engine.contraction import contraction, transformed
+from qtorch.training.engine.contraction import contraction, transformed, unbiased
+from qtorch.training.engine.operand import quantize_operand
 from qtorch.training.quantization_aware.recipes.lora_qat import LoRALinear
 from tests.refusals import refuses
 from tests.training.small_model import fit, mlp
@@ -133,6 +135,43 @@ def test_gradients_have_no_bias_and_nothing_clips(name: str) -> None:
     nearest = RECIPES[name](stochastic_rounding=False).training_spec().grad_input.lhs
     clipped = x.abs() / nearest.choose_qparams(x)[0].float().repeat_interleave(size, 1)
     assert clipped.amax() > 6
+
+
+def test_ms_eden_has_no_bias_and_less_than_half_the_error() -> None:
+    """Of stochastic rounding. Rounding to nearest has a bias, which the correction removes; no row loses another."""
+    eden, noisy = (training.nvfp4_training(ms_eden=on).training_spec() for on in (True, False))
+    x = torch.randn(64, 256) * torch.rand(64, 1).exp()
+    x[:, 3] *= 10
+
+    def draws(gemm: GemmSpec, corrected: bool) -> tuple[Tensor, Tensor]:
+        """Squared error, and the part along x, of 100 draws."""
+        found = []
+        for _ in range(100):
+            a, identity = transformed(x, torch.eye(256), gemm.hadamard)
+            operand = quantize_operand(a, gemm.lhs, tokens=True)
+            found.append((unbiased(a, operand, 128) if corrected else operand).dequantize(torch.float32) @ identity.t())
+        found = torch.stack(found)
+        return (found - x).square().sum((1, 2)).mean() / x.square().sum(), (found * x).sum((1, 2)) / x.square().sum()
+
+    (error, along), (of_nearest, shorter) = draws(eden.grad_input, True), draws(eden.grad_input, False)
+    bound = 5 * along.std() / 10
+    assert (along.mean() - 1).abs() < bound < 0.2 * (1 - shorter.mean())
+    assert of_nearest < error < 0.5 * draws(noisy.grad_weight, False)[0]
+    g, w = torch.randn(64, 32), torch.randn(32, 256, requires_grad=True)
+    x.requires_grad_()
+    for wanted, grads in zip(
+        (g @ w.detach(), g.t() @ x.detach()),
+        zip(*[torch.autograd.grad(contraction(x, w, eden), (x, w), g) for _ in range(100)], strict=True),
+        strict=True,
+    ):
+        one = compute_error(wanted, grads[0])
+        assert 14 < one < 20
+        assert 17 < compute_error(wanted, torch.stack(grads).mean(0)) - one < 22  # 100 independent errors: 20 dB
+    g[5, 3] = torch.nan
+    of_x, _ = torch.autograd.grad(contraction(x, w, eden), (x, w), g)
+    assert of_x.isfinite().all(1).tolist() == [row != 5 for row in range(64)]
+    for wrong in (GemmSpec(hadamard=128), noisy.grad_input, training.mxfp4_training().training_spec().grad_weight):
+        refuses("eden takes hadamard, and two operands such as", lambda wrong=wrong: replace(wrong, eden=True))
 
 
 @pytest.mark.parametrize("size", [2, 16, 32])

@@ -19,7 +19,6 @@ from ...primitives.scale_rules import MinMaxRule
 from ...primitives.spec import QuantSpec
 from ...primitives.tracing import are_active, is_compiling
 from ..custom_ops import TENSORS, implement, note, portable
-from ..features import cpu_has
 from ..ops.block_mm import int8_block_mm
 from ..ops.int8_grouped_mm import LARGE_SCALE, int8_rows_product
 from ..ops.int_matmul import EXACT_SLICE, int32_terms, int_matmul_into
@@ -44,8 +43,10 @@ FORMATS = {"float8_e4m3fn": 1, "float8_e5m2": 2}  # as in src/quantize_matrix.h;
 VECTOR = 16  # blocks of so many columns, or a multiple, are whole vectors on every machine
 MOST_ROWS = 256  # of a block: its stripe of the operand should fit in the cache
 MOST_TERMS = int32_terms()
-LEAST_TERMS = 32  # of a product along rows of codes; shorter ones are faster in torch (measured)
-UNIT = 4  # codes that are multiplied together: the size of a block along the contracted axis is a multiple
+LEAST_TERMS = 32  # of a product by what layers run; shorter ones are faster in blocks (measured)
+FEW_ROWS = 64  # of x; beyond, blocks are faster where both compute in fp32 (measured)
+IN_FLOATS = ("portable", "avx2", "avx512")  # sets that multiply blocks in fp32, exactly up to `EXACT_SLICE` terms
+UNIT = 4  # codes that others multiply together: the size of a block along the contracted axis is a multiple
 
 
 class Numbers(NamedTuple):
@@ -195,7 +196,8 @@ def cpu_int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: tor
     """See `int8_block_mm`."""
     (m, k), n, groups = xq.shape, wq.shape[0], max(xs.shape[1], ws.shape[1])
     compiled, group = library(), k // groups if groups else 0
-    if compiled is None or not (xq.numel() and wq.numel()) or group % UNIT or group > EXACT_SLICE:
+    fits = compiled is not None and (compiled.instruction_set in IN_FLOATS or not group % UNIT)
+    if compiled is None or not fits or not (xq.numel() and wq.numel()) or group > EXACT_SLICE:
         note("int8_block_mm.torch")
         return portable(int8_block_mm)(xq, xs, wq, ws, dtype)
     note(f"int8_block_mm.{compiled.instruction_set}")
@@ -219,7 +221,9 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
     (m, k), n = xq.shape, wq.shape[0]
     xs, ws, count = xs.float(), ws.float(), threads()
     of_rows = xs.numel() == m and ws.numel() == n and xs.is_contiguous() and ws.is_contiguous()
-    if of_rows and k >= LEAST_TERMS and xq.is_contiguous() and wq.is_contiguous():
+    in_block = k <= EXACT_SLICE and compiled.instruction_set in IN_FLOATS
+    many = k < LEAST_TERMS or (in_block and m > FEW_ROWS)
+    if of_rows and not many and xq.is_contiguous() and wq.is_contiguous():
         variant = variants.choose(compiled.instruction_set, variants.key_of("int8", False, False, n * k), m)
         if variant in ("dot", "tile"):
             note("int_matmul")
@@ -232,11 +236,9 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
             if not compiled.int8_mm(of_weight + of_call):
                 return y
             # What is not finite may be so on the way only.
-    if k <= EXACT_SLICE and not cpu_has("vnni") and bool(ws.amax() <= LARGE_SCALE):
+    if in_block and bool(ws.amax() <= LARGE_SCALE):
         note("int_matmul")
-        note("int_matmul.sliced")
-        sums = torch.mm(xq.float(), wq.float().t(), out=empty((m, n), torch.float32))  # which autocast leaves alone
-        return sums.mul_(ws.t()).mul_(xs).to(dtype)
+        return cpu_int8_block_mm(xq, xs, wq, ws, dtype)
     note(f"scale_sums.{compiled.instruction_set}")
     y, to_y = empty_at((m, n), dtype)
     # In fp32, sums are scaled where they lie: a result of some megabytes is memory that the system has to give anew.

@@ -12,6 +12,7 @@ those of the full-precision contraction, computed by quantized matmuls: rounding
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from ...dtypes.linear import multiply as multiply_served
 from ...dtypes.linear import requires_grad
 from ...kernels.ops import block_mm
 from ...kernels.ops.int8_grouped_mm import int8_rows_product
-from ...primitives import QuantSpec, Rounding, affine, granularity, tracing
+from ...primitives import QuantSpec, Rounding, affine, double_quant, granularity, tracing
 from ...primitives.rotated_spec import rotate_blocks, sylvester
 from .gemm_spec import GemmSpec, TrainingSpec
 from .operand import STATELESS, ContractionState, Operand, as_long_as, multiply, observed, quantize_operand
@@ -179,7 +180,8 @@ def operands_of(
     b = quantize_operand(rhs, gemm.rhs, left, False, f"{name}.rhs", state)
     if gemm.fold == "rhs":
         lhs, b = with_scale_in(lhs, b)
-    return quantize_operand(lhs, gemm.lhs, right, True, f"{name}.lhs", state), b
+    a = quantize_operand(lhs, gemm.lhs, right, True, f"{name}.lhs", state)
+    return (unbiased(lhs, a, gemm.hadamard), unbiased(rhs, b, gemm.hadamard)) if gemm.eden and gemm.hadamard else (a, b)
 
 
 def _values(w: Tensor) -> Tensor | Operand:
@@ -229,6 +231,28 @@ def transformed(lhs: Tensor, rhs: Tensor, size: int | None) -> tuple[Tensor, Ten
     lhs, rhs = (block_mm.pad_to_blocks(x.float(), granularity.PerGroup(size)) for x in (lhs, rhs))
     signs = 1 - 2 * (torch.rand_like(lhs[:1]) < 0.5).float()
     return rotate_blocks(lhs * signs, matrix), rotate_blocks(rhs * signs, matrix)
+
+
+def unbiased(x: Tensor, operand: Operand, size: int) -> Operand:
+    """`operand`, codes of the transformed `x` (A, C), with other scales, of which its mean over transforms is x:
+
+        x_hat = SR(S scale) q,    S = sum x^2 / sum x (scale q)    over the `size` elements transformed together
+
+    S undoes what rounding to nearest takes from, or adds to, the length of x, and SR rounds to the format of scales
+    stochastically: noise is drawn for a block, not for each element (MS-EDEN of Quartet II, Panferov et al.,
+    arXiv 2601.22813; EDEN, Vargaftik et al., arXiv 2108.08842).
+    """
+    spec, scale = operand.spec, operand.scale
+    assert spec is not None
+    assert spec.scale_spec is not None
+    assert scale is not None
+    groups, own = x.unflatten(1, (-1, size)), operand.dequantize(torch.float32).unflatten(1, (-1, size))
+    along = (groups * own).sum(2)
+    factor = torch.where(along == 0, 1.0, groups.square().sum(2) / along)
+    scale = scale.float() * factor.repeat_interleave(size // spec.granularity.pattern(2)[1], 1)
+    lost, at_random = ~scale.isfinite(), replace(spec.scale_spec, rounding=Rounding.STOCHASTIC)
+    codes = double_quant.quantize_scale(torch.where(lost, 0, scale), at_random)
+    return operand._replace(scale=torch.where(lost, torch.nan, double_quant.dequantize_scale(codes, at_random)))
 
 
 def with_scale_in(x: Tensor, operand: Operand) -> tuple[Tensor, Operand]:

@@ -40,11 +40,14 @@ class GemmSpec:
         mid_alpha: (alpha, beta) balances the two operands before they are quantized; see `contraction.balanced`.
         hadamard: size, a power of two, of the random Hadamard transform of the contracted axis that both operands pass
             before they are quantized; see `contraction.transformed`.
+        eden: scales of both operands are corrected and rounded stochastically, so that codes rounded to nearest have no
+            bias over the transforms; see `contraction.unbiased`.
 
     Raises:
         ValueError: a scale that varies along the contracted axis, which no accumulator can honour; `reuse_forward`
             with a `rhs`, or with `fold`, `mid_alpha` or `hadamard`, which change what is quantized; `fold` of other
-            scales; `hadamard` that is no power of two.
+            scales; `hadamard` that is no power of two; `eden` without `hadamard`, or of operands that are not both
+            in blocks of a row that divide it, with quantized scales.
     """
 
     lhs: QuantSpec | None = None
@@ -55,6 +58,7 @@ class GemmSpec:
     fold: str | None = None
     mid_alpha: tuple[float, float] | None = None
     hadamard: int | None = None
+    eden: bool = False
 
     # No fields: what follows from them, found once, because it is read on each call, and by compilers that trace it.
     is_int8_by_rows: ClassVar[bool]
@@ -67,6 +71,11 @@ class GemmSpec:
             object.__setattr__(self, "mid_alpha", tuple(self.mid_alpha))
         if self.hadamard is not None and (self.hadamard < 2 or self.hadamard & (self.hadamard - 1)):
             raise ValueError(f"GemmSpec: hadamard is a power of two, such as 16, or None, got {self.hadamard}")
+        if self.eden and not all(_fits_eden(spec, self.hadamard) for spec in (self.lhs, self.rhs)):
+            raise ValueError(
+                "GemmSpec: eden takes hadamard, and two operands such as nvfp4_spec(), whose blocks divide it, got "
+                f"{self.lhs} x {self.rhs}, hadamard={self.hadamard}"
+            )
         if self.reuse_forward and (self.fold is not None or self.changes_operands):
             raise ValueError("GemmSpec: reuse_forward takes rhs as it is; leave out fold, mid_alpha and hadamard")
         if self.reuse_forward and self.rhs is not None:
@@ -255,6 +264,13 @@ def check_contracted_axis(spec: QuantSpec, operand: str, axis: str = "the contra
             f"{operand} has a scale for each index of {axis} ({spec.granularity}), and a sum along it cannot honour "
             "that; share the scale along the last axis of the operand, by PerRow(), PerTensor() or blocks"
         )
+
+
+def _fits_eden(spec: QuantSpec | None, hadamard: int | None) -> bool:
+    if spec is None or hadamard is None or spec.scale_spec is None or spec.has_zero_point:
+        return False
+    rows, columns = spec.granularity.pattern(2)
+    return rows == 1 and columns > 1 and hadamard % columns == 0
 
 
 def _is_int8_rowwise(spec: QuantSpec) -> bool:

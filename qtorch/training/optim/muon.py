@@ -3,9 +3,9 @@
     B <- momentum B + (1 - momentum) G,    U = momentum B + (1 - momentum) G  (Nesterov; otherwise U = B)
     W <- (1 - lr weight_decay) W - lr a orthogonal(U)
 
-orthogonal(U) is the matrix U V^T of the singular value decomposition, roughly: five Newton-Schulz steps in bf16 bring
-all singular values near 1. a = sqrt(max(1, rows / columns)). Numbers are those of `torch.optim.Muon` but for the codes
-of B, which are made after they were used.
+orthogonal(U) is the matrix U V^T of the singular value decomposition, roughly: five Newton-Schulz steps in bf16, or
+with their products in int8 (`ns_int8`), bring all singular values near 1. a = sqrt(max(1, rows / columns)). Numbers in
+bf16 are those of `torch.optim.Muon` but for the codes of B, which are made after they were used.
 
 Source: Jordan, https://kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982 (`match_rms_adamw`).
 """
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.ops.adam import key_of, rounded_up_at_random
+from ...kernels.ops.int8_grouped_mm import int8_rows_product
+from ...primitives import PerRow, QuantSpec, qdtype
 from ...primitives.tracing import is_sharded
 from .adam import LowBitAdam, Params, Writable, add_moments, count_step
 from .moment_form import first_element, like, local_of
@@ -32,13 +34,14 @@ class Muon8bit(LowBitAdam):
     Args:
         params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as of `torch.optim.Muon`.
         adjust_lr_fn: ``"original"`` or None, a as above; ``"match_rms_adamw"``, a = 0.2 sqrt(max(rows, columns)).
+        ns_int8: sum the products of the Newton-Schulz steps in integers; see `orthogonal`.
         betas, block_size, bf16_stochastic_round, optim_bits: as of `LowBitAdam`.
 
     Raises:
         ValueError: an argument is out of its range, or a parameter of a group for Muon is no matrix.
     """
 
-    of_group = ("use_muon", "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+    of_group = ("use_muon", "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "ns_int8")
 
     def __init__(
         self,
@@ -51,9 +54,10 @@ class Muon8bit(LowBitAdam):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        ns_int8: bool = False,
         **of_adam: Any,
     ) -> None:
-        values = (True, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn)
+        values = (True, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn, ns_int8)
         of_group: dict[str, Any] = dict(zip(self.of_group, values, strict=True))
         super().__init__(params, lr, eps=eps, weight_decay=weight_decay, **of_group, **of_adam)
 
@@ -120,11 +124,36 @@ ADJUSTMENTS = {
 
 
 def orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
-    """X (rows, columns) bf16 with singular values near 1: X <- a X + (b X X^T + c (X X^T)^2) X, `ns_steps` times."""
+    """X (rows, columns) bf16 with singular values near 1: X <- a X + (b X X^T + c (X X^T)^2) X, `ns_steps` times.
+
+    With `ns_int8`, products are those of rows in int8, each with a scale. The diagonals of the two symmetric matrices,
+    which grow to many times the rest, stay in floating point, or rounding would hide the rest:
+
+        X X^T = D + R,    (X X^T)^2 = D^2 + D R + R D + R^2
+    """
     (a, b, c), high = group["ns_coefficients"], x.shape[0] > x.shape[1]
     x = x.T if high else x
     x = x / x.norm().clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
+        if group["ns_int8"]:
+            d, rest = diagonal_and_rest(int8_product(x, x))
+            square = int8_product(rest, rest) + (d[:, None] + d) * rest + torch.diag(d * d)
+            d, rest = diagonal_and_rest(b * (rest + torch.diag(d)) + c * square)
+            x = (a + d)[:, None] * x + int8_product(rest, x.T)
+            continue
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if high else x
+
+
+def int8_product(x: Tensor, w: Tensor) -> Tensor:
+    """x w^T, (M, N) in the dtype of x (M, K), of rows in int8."""
+    return int8_rows_product(x, INT8, w, INT8, x.dtype)
+
+
+def diagonal_and_rest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """D (N,) and R (N, N) of a matrix D + R."""
+    return x.diagonal(), x - torch.diag(x.diagonal())
+
+
+INT8 = QuantSpec(qdtype("int8"), PerRow(), quant_min=-127)

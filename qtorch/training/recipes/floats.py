@@ -9,6 +9,12 @@ FP4 is e2m1, in NVFP4 or MXFP4:
 Q rounds to nearest and SR stochastically, in blocks along the contracted axis. Scales of gradients leave room for their
 own rounding, so that nothing clips and the expectation of SR(g) is g. Sources: NVIDIA, arXiv 2509.25149, section 4;
 Tseng et al., arXiv 2502.20586 (unbiased MXFP4); Chmiel et al., arXiv 2505.19115 (stochastic rounding).
+
+With `ms_eden`, of NVFP4, all operands of the backward pass the transform, in blocks of 128, and are rounded to nearest;
+their scales carry what makes them unbiased (`contraction.unbiased`; Quartet II, arXiv 2601.22813). Scales of MXFP4 are
+powers of two: rounding these stochastically costs more than it saves.
+
+    dx = E(g D H) E(w^T D H)^T,    dw = E(g^T D H) E(x^T D H)^T
 """
 
 from dataclasses import dataclass, replace
@@ -26,6 +32,9 @@ from .base import TrainingRecipe
 
 _WORDS: dict[str, Granularity]
 _WORDS = {"rowwise": PerRow(), "tensorwise": PerTensor(), "blockwise": PerBlock((128, 128))}
+
+EDEN_BLOCK = 128
+"""Elements that share a correction, as in the kernels of Quartet II; the more, the closer to exact is its mean."""
 
 
 @register_recipe("float8_training")
@@ -117,6 +126,7 @@ class Nvfp4Training(Fp4Recipe):
     Args:
         stochastic_rounding: of gradients; otherwise to nearest.
         hadamard: transform the operands of `grad_weight`.
+        ms_eden: in place of both, MS-EDEN for both products of the backward: half the squared error of gradients.
     """
 
     # An e4m3 scale is rounded down by at most one part in 17.
@@ -124,13 +134,20 @@ class Nvfp4Training(Fp4Recipe):
 
     stochastic_rounding: bool = True
     hadamard: bool = True
+    ms_eden: bool = False
+
+    def training_spec(self) -> TrainingSpec:
+        spec = super().training_spec()
+        backward = GemmSpec(self.element_spec, self.element_spec, hadamard=EDEN_BLOCK, eden=True)
+        return replace(spec, grad_input=backward, grad_weight=backward) if self.ms_eden else spec
 
 
 @register_recipe("mxfp4_training")
 @dataclass(frozen=True)
 class Mxfp4Training(Fp4Recipe):
     """MXFP4: blocks of 32, weights in blocks of 32 x 32, which divide both sides of every weight. Converts to the
-    scheme of `mxfp4_dynamic_activation_mxfp4_weight()`. Arguments are those of `nvfp4_training`.
+    scheme of `mxfp4_dynamic_activation_mxfp4_weight()`. The first two arguments are those
+    of `nvfp4_training`.
     """
 
     # A scale of OCP's rule is absmax / 8 at least, where 6 is the largest code.

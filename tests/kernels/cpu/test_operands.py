@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from qtorch import AffineQuantizedTensor, MappingType, PerAxis, PerBlock, ZeroPointDomain
-from qtorch.kernels import features, quantize_int8_rowwise, record_kernels
+from qtorch.kernels import quantize_int8_rowwise, record_kernels
 from qtorch.kernels.cpu import compiled_library, variants
+from qtorch.kernels.cpu.operands import IN_FLOATS
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.block_mm import int8_block_mm
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product, int8_rows_product
@@ -255,10 +256,10 @@ def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
             with record_kernels() as ran:
                 ours = int8_product(a, xs, None, b, ws, None, -1, dtype)
             variant = variants.choose(build, variants.key_of("int8", False, False, n * k), m)
+            in_block = k <= 1024 and build in IN_FLOATS
             direct = k >= 32 and all(t.is_contiguous() for t in (a, b, ws)) and len(xs) == m and variant != "torch"
-            sums = ["int_matmul", "int_matmul.sliced"] if k <= 1024 else [f"scale_sums.{build}", "int_matmul"]
-            if features.cpu_has("vnni"):
-                sums = [f"scale_sums.{build}", "int_matmul"]
+            sums = ["int_matmul", f"int8_block_mm.{build}"] if in_block else [f"scale_sums.{build}", "int_matmul"]
+            direct = direct and not (in_block and m > 64)
             assert ran[:2] == (["int_matmul", f"int_matmul.{build}.{variant}"] if direct else sums)
             assert same(ours, int8_grouped_mm(x, xs, None, w, ws, None, dtype)), (dtype, xs.shape, ws.stride())
 

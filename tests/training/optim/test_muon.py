@@ -10,9 +10,12 @@ from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
 from qtorch.training import CodesWeight, int8_mixed_precision_training, int8_weight_only_quantized_training
 from qtorch.training.optim import AdamW8bit, CPUOffloadOptimizer, Muon8bit
+from qtorch.training.optim.muon import orthogonal
 from tests.movement.holding import through_file
 from tests.refusals import refuses
 from tests.training.small_model import make_model, muon, parameters_of, train
+
+GROUP = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
 
 
 def step(weights: list[nn.Parameter], optimizers: list[Any], seed: int) -> None:
@@ -65,6 +68,32 @@ def test_models_learn(recipe: Any) -> None:
         train(two, apart[0], range(i, i + 1))
         apart[1].step()
     assert all(map(torch.equal, parameters_of(one), parameters_of(two)))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (256, 96), (96, 512)])
+def test_newton_schulz_in_int8(shape: tuple[int, int]) -> None:
+    """As orthogonal as in bf16, though not the same numbers; singular values that differ by 100 come near 1 too."""
+    x = torch.randn(shape)
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    for matrix in (x, u @ torch.diag(torch.logspace(0, -2, min(shape))) @ vh):
+        wanted, found = (orthogonal(matrix.bfloat16(), {**GROUP, "ns_int8": int8}).float() for int8 in (False, True))
+        noise = (found - wanted).norm() / wanted.norm()
+        assert 1e-3 < noise < 0.1
+        errors = [(torch.linalg.svdvals(each) - 1).square().mean().sqrt().item() for each in (wanted, found)]
+        assert 0.05 < errors[1] < 1.1 * errors[0] + 0.02
+        assert torch.linalg.svdvals(found).amax() < 1.3
+
+
+def test_models_learn_with_int8_products() -> None:
+    """Three seeds: other losses than with products in bf16, of the same size."""
+    for seed in range(3):
+        losses = []
+        for int8 in (False, True):
+            torch.manual_seed(seed)
+            model = make_model()
+            losses.append(train(model, muon(model.parameters(), lr=1e-2, ns_int8=int8), range(40)))
+        assert losses[0] != losses[1]
+        assert losses[1] < 1.1 * losses[0]
 
 
 def test_bf16_offload_and_refusals() -> None:

@@ -33,7 +33,7 @@ for _cls in (torch.optim.AdamW, AdamW8bit):
         _more = {"optimizer_class": _cls, "offload_gradients": _way.endswith("gradients")}
         OPTIMIZERS[f"{_cls.__name__} {_way}"] = (optim.CPUOffloadOptimizer, _more)
 OPTIMIZERS |= {"Q-GaLore": (qgalore, {}), "Q-GaLore of codes": (qgalore, {})}
-OPTIMIZERS |= {"Muon": (muon, {"bf16_stochastic_round": True}), "Muon of codes": (muon, {})}
+OPTIMIZERS |= {"Muon": (muon, {"bf16_stochastic_round": True}), "Muon of codes": (muon, {"ns_int8": True})}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

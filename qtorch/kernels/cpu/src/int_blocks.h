@@ -45,8 +45,7 @@ INLINE Floats real(BlockSum a) { return a; }
 #endif
 
 // Rows of the result whose sums stay in registers.
-constexpr int BLOCK_ROWS = REGISTERS == 32 ? 6 : 3;
-constexpr int64_t BLOCK_PANELS = 2;
+constexpr int BLOCK_ROWS = 6;
 
 // What a task multiplies with: panels of w [k / UNIT_CODES][LANES], and their scales [group][LANES].
 struct BlockPanels {
@@ -84,7 +83,15 @@ inline void make_panel(const BlockProduct& q, int64_t p, BlockUnit* out) {
         store(out + u * LANES, unit ^ (int32_t)0x80808080);
     }
 #else
-    for (int64_t k = 0; k < q.k; k++)
+    int64_t k = 0;
+    for (; q.w_column_step == 1 && k + LANES <= q.k; k += LANES) {
+        Floats block[LANES] = {};
+        for (int64_t i = 0; i < count; i++) block[i] = to_floats(widen(from + i * q.w_row_step + k));
+        transpose(block);
+        UNROLL for (int i = 0; i < LANES; i++) store(out + (k + i) * LANES, block[i]);
+    }
+    for (; q.w_row_step == 1 && count == LANES && k < q.k; k++) store(out + k * LANES, to_floats(widen(from + k * q.w_column_step)));
+    for (; k < q.k; k++)
         for (int64_t i = 0; i < LANES; i++) out[k * LANES + i] = i < count ? from[i * q.w_row_step + k * q.w_column_step] : 0;
 #endif
 }
@@ -104,9 +111,11 @@ inline BlockRows block_rows(const BlockProduct& q, int64_t groups) {
     parallel_for(q.m, q.threads, [&](int64_t m) {
         for (int64_t g = 0; g < groups; g++) {
             scale[m * groups + g] = q.x_scale[m / q.x_rows * q.x_scale_row_step + g / q.x_groups * q.x_scale_column_step];
+#if defined(HAS_VNNI)
             int32_t sum = 0;
             for (int64_t k = g * q.group; k < (g + 1) * q.group; k++) sum += q.x[m * q.k + k];
             start[m * groups + g] = -128 * sum;
+#endif
         }
     });
 #if defined(HAS_VNNI)
@@ -118,11 +127,17 @@ inline BlockRows block_rows(const BlockProduct& q, int64_t groups) {
 #endif
 }
 
-// R rows from `m` on times V panels.
+// R rows from `m` on times V panels, the first of which makes columns of the result from `start` on.
 template <int R, int V>
-void multiply_block(const BlockProduct& q, const BlockRows& x, const BlockPanels& w, int64_t m, int64_t groups, float* out) {
+void multiply_block(const BlockProduct& q, const BlockRows& x, const BlockPanels& w, int64_t m, int64_t groups, int64_t start) {
     int64_t units = q.group / UNIT_CODES;
-    Floats c[R][V] = {};
+    int64_t count = q.n - start < V * LANES ? q.n - start : V * LANES, size = size_of(q.type);
+    char* out = (char*)q.out + (m * q.n + start) * size;
+    // Sums are added up where the result lies, if they fit there.
+    bool in_place = q.type == FLOAT32 && count == V * LANES;
+    alignas(64) float sums[R * V * LANES];
+    float* c = in_place ? (float*)out : sums;
+    int64_t ld = in_place ? q.n : V * LANES;
     for (int64_t g = 0; g < groups; g++) {
         BlockSum total[R][V] = {};
 #if defined(HAS_VNNI)
@@ -141,30 +156,33 @@ void multiply_block(const BlockProduct& q, const BlockRows& x, const BlockPanels
         UNROLL for (int v = 0; v < V; v++) ws[v] = load<Floats>(w.scale + v * w.scale_panel + g * LANES);
         UNROLL for (int r = 0; r < R; r++) {
             Floats xs = broadcast(x.scale[(m + r) * groups + g]);
-            UNROLL for (int v = 0; v < V; v++) c[r][v] += real(total[r][v]) * ws[v] * xs;
+            UNROLL for (int v = 0; v < V; v++) {
+                Floats part = real(total[r][v]) * ws[v] * xs;
+                float* to = c + r * ld + v * LANES;
+                store(to, g ? load<Floats>(to) + part : part);
+            }
         }
     }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int v = 0; v < V; v++) store(out + (r * V + v) * LANES, c[r][v]);
+    for (int64_t r = 0; !in_place && r < R; r++) from_float(c + r * ld, q.type, count, out + r * q.n * size);
 }
 
-template <int V>
-void multiply_panels(const BlockProduct& q, const BlockRows& x, const BlockPanels& w, int64_t first, int64_t stop, int64_t p) {
-    int64_t groups = q.k / q.group, start = p * LANES, count = q.n - start < V * LANES ? q.n - start : V * LANES;
-    alignas(64) float c[BLOCK_ROWS * V * LANES];
-    for (int64_t m = first; m < stop;) {
-        bool many = stop - m >= BLOCK_ROWS;
-        int64_t rows = many ? BLOCK_ROWS : 1;
-        if (many) multiply_block<BLOCK_ROWS, V>(q, x, w, m, groups, c);
-        else multiply_block<1, V>(q, x, w, m, groups, c);
-        for (int64_t r = 0; r < rows; r++, m++)
-            from_float(c + r * V * LANES, q.type, count, (char*)q.out + (m * q.n + start) * size_of(q.type));
+// R rows times `count` panels from p on.
+template <int R>
+void multiply_panels(const BlockProduct& q, const BlockRows& x, const BlockPanels& w, int64_t m, int64_t p, int64_t count) {
+    int64_t groups = q.k / q.group;
+    for (int64_t v = 0; v < count; v += 2) {
+        BlockPanels two{w.codes + v * w.panel, w.scale + v * w.scale_panel, w.panel, w.scale_panel};
+        if (count - v == 1) multiply_block<R, 1>(q, x, two, m, groups, (p + v) * LANES);
+        else multiply_block<R, 2>(q, x, two, m, groups, (p + v) * LANES);
     }
 }
 
 inline void multiply_blocks(const BlockProduct& q) {
-    int64_t groups = q.k / q.group, panels = (q.n + LANES - 1) / LANES, steps = (panels + BLOCK_PANELS - 1) / BLOCK_PANELS;
+    constexpr int64_t CACHED = 1 << 18;  // bytes of panels that a task multiplies with
+    int64_t groups = q.k / q.group, panels = (q.n + LANES - 1) / LANES;
     int64_t panel = q.k / UNIT_CODES * LANES, scale_panel = groups * LANES;
+    int64_t most = CACHED / (panel * (int64_t)sizeof(BlockUnit)) / 2 * 2, together = most < 2 ? 2 : most < panels ? most : panels;
+    int64_t steps = (panels + together - 1) / together;
     BlockRows x = block_rows(q, groups);
     // Enough tasks for all threads, though each makes its panels anew.
     int64_t parts = steps >= 4 * q.threads ? 1 : (4 * q.threads + steps - 1) / steps;
@@ -172,12 +190,12 @@ inline void multiply_blocks(const BlockProduct& q) {
     parts = (q.m + rows - 1) / rows;
     parallel(steps * parts, q.threads, [&](Tasks& tasks) {
         static thread_local Scratch panel_scratch, scale_scratch;
-        BlockUnit* codes = panel_scratch.get<BlockUnit>(BLOCK_PANELS * panel);
-        float* scale = scale_scratch.get<float>(BLOCK_PANELS * scale_panel);
+        BlockUnit* codes = panel_scratch.get<BlockUnit>(together * panel);
+        float* scale = scale_scratch.get<float>(together * scale_panel);
         int64_t made = -1;
         for (int64_t task; (task = tasks.next()) >= 0;) {
-            int64_t p = task / parts * BLOCK_PANELS, first = task % parts * rows, stop = first + rows < q.m ? first + rows : q.m;
-            int64_t count = panels - p < BLOCK_PANELS ? panels - p : BLOCK_PANELS;
+            int64_t p = task / parts * together, first = task % parts * rows, stop = first + rows < q.m ? first + rows : q.m;
+            int64_t count = panels - p < together ? panels - p : together;
             for (int64_t v = 0; made != p && v < count; v++) {
                 make_panel(q, p + v, codes + v * panel);
                 for (int64_t i = 0; i < LANES; i++) {
@@ -189,8 +207,13 @@ inline void multiply_blocks(const BlockProduct& q) {
             }
             made = p;
             BlockPanels w{codes, scale, panel, scale_panel};
-            if (count == 2) multiply_panels<2>(q, x, w, first, stop, p);
-            else multiply_panels<1>(q, x, w, first, stop, p);
+            for (int64_t m = first; m < stop;) {
+                int64_t left = stop - m, step = left >= BLOCK_ROWS ? BLOCK_ROWS : left >= 3 ? 3 : 1;
+                if (step == BLOCK_ROWS) multiply_panels<BLOCK_ROWS>(q, x, w, m, p, count);
+                else if (step == 3) multiply_panels<3>(q, x, w, m, p, count);
+                else multiply_panels<1>(q, x, w, m, p, count);
+                m += step;
+            }
         }
     });
 }

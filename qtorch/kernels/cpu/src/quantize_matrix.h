@@ -48,16 +48,24 @@ inline void load_stripe(const void* data, int64_t type, int64_t row_step, int64_
         }
         return;
     }
+    constexpr int64_t AHEAD = 2 * LANES;  // columns; each may lie in a page of its own
     for (int64_t k = 0; k < columns; k += LANES) {
+        for (int64_t i = k + AHEAD; i < k + AHEAD + LANES && i < columns; i++)
+            for (int64_t row = 0; row < count; row += 64 / size_of(type)) prefetch(at(row, i));
         for (int64_t row = 0; row < count; row += LANES) {
             int64_t length = count - row < LANES ? count - row : LANES;
-            Floats block[LANES] = {};
-            for (int64_t i = 0; i < LANES && k + i < columns; i++) {
-                if (type == FLOAT32 && length == LANES) block[i] = load<Floats>(at(row, k + i));
-                else to_float(at(row, k + i), type, length, (float*)&block[i]);
+            float* to = out + row * ld + k;
+            if (type == FLOAT32 && length == LANES && k + LANES <= columns) {
+                Floats block[LANES];
+                UNROLL for (int i = 0; i < LANES; i++) block[i] = load<Floats>(at(row, k + i));
+                transpose(block);
+                UNROLL for (int j = 0; j < LANES; j++) store(to + j * ld, block[j]);
+                continue;
             }
+            Floats block[LANES] = {};
+            for (int64_t i = 0; i < LANES && k + i < columns; i++) to_float(at(row, k + i), type, length, (float*)&block[i]);
             transpose(block);
-            for (int64_t j = 0; j < length; j++) store(out + (row + j) * ld + k, block[j]);
+            for (int64_t j = 0; j < length; j++) store(to + j * ld, block[j]);
         }
     }
 }
@@ -90,29 +98,32 @@ inline void put_scale(const QuantizeMatrix& q, int64_t at, float scale) {
 }
 
 // NaN stays NaN.
-INLINE Floats clamped(const QuantizeMatrix& q, Floats x) {
-    return smaller(broadcast(q.most), larger(broadcast(q.least), x));
-}
+struct Clamp {
+    Floats least, most;
 
-INLINE void write_float8(const Float8& format, const QuantizeMatrix& q, const float* x, int64_t count, float scale, int8_t* out) {
+    Floats operator()(Floats x) const { return smaller(most, larger(least, x)); }
+};
+
+INLINE void write_float8(const Float8& format, Clamp clamp, const float* x, int64_t count, float scale, int8_t* out) {
     Floats inverse = broadcast(1.0f / scale);
     Ints lost = Ints{} - (scale != scale);
     for (int64_t i = 0; i < count; i += LANES) {
         Floats v = load<Floats>(x + i);
         Ints nan = (((Ints)v & MAGNITUDE) >= INFINITE) | lost;
-        store_bytes(out + i, (to_float8(format, clamped(q, v * inverse)) & ~nan) | (nan & 0x7f));
+        store_bytes(out + i, (to_float8(format, clamp(v * inverse)) & ~nan) | (nan & 0x7f));
     }
 }
 
 // Whole vectors are written.
 inline void write_codes(const QuantizeMatrix& q, const float* x, const float* noise, int64_t count, float scale, int8_t* out) {
-    if (q.format == E4M3) return write_float8(E4M3_FORMAT, q, x, count, scale, out);
-    if (q.format == E5M2) return write_float8(E5M2_FORMAT, q, x, count, scale, out);
+    Clamp clamp{broadcast(q.least), broadcast(q.most)};
+    if (q.format == E4M3) return write_float8(E4M3_FORMAT, clamp, x, count, scale, out);
+    if (q.format == E5M2) return write_float8(E5M2_FORMAT, clamp, x, count, scale, out);
     Floats inverse = broadcast(1.0f / scale);
     for (int64_t i = 0; !noise && i < count; i += LANES)
-        store_bytes(out + i, round_to_ints(clamped(q, load<Floats>(x + i) * inverse)));
+        store_bytes(out + i, round_to_ints(clamp(load<Floats>(x + i) * inverse)));
     for (int64_t i = 0; noise && i < count; i += LANES) {
-        Floats v = clamped(q, load<Floats>(x + i) * inverse), nearest = round_even(v);
+        Floats v = clamp(load<Floats>(x + i) * inverse), nearest = round_even(v);
         Floats floor = nearest - (Floats)((nearest > v) & (Ints)broadcast(1));
         store_bytes(out + i, to_ints(floor) - (load<Floats>(noise + i) < v - floor));
     }
@@ -121,14 +132,19 @@ inline void write_codes(const QuantizeMatrix& q, const float* x, const float* no
 // The working memory of a stripe.
 struct Stripe {
     int64_t first, count, ld;
-    float *x, *noise;
+    float *copy, *noise;
     int32_t* highest;  // of each row, where rows may be lost
     int8_t* codes;
+    const float* x = nullptr;  // the copy, or the matrix itself
+    int64_t x_ld = 0;
 
     void load(const QuantizeMatrix& q) {
-        load_stripe(q.data, q.type, q.row_step, q.column_step, first, count, q.columns, x, ld);
+        bool in_place = q.type == FLOAT32 && q.column_step == 1 && q.columns % LANES == 0;
+        x = in_place ? (const float*)q.data + first * q.row_step : copy;
+        x_ld = in_place ? q.row_step : ld;
+        if (!in_place) load_stripe(q.data, q.type, q.row_step, q.column_step, first, count, q.columns, copy, ld);
         if (noise) load_stripe(q.noise, FLOAT32, q.noise_row_step, q.noise_column_step, first, count, q.columns, noise, ld);
-        for (int64_t row = 0; q.skips_lost && row < count; row++) highest[row] = largest_of(x + row * ld, round_up(q.columns, LANES));
+        for (int64_t row = 0; q.skips_lost && row < count; row++) highest[row] = largest_of(x + row * x_ld, round_up(q.columns, LANES));
     }
 
     bool is_lost(const QuantizeMatrix& q, int64_t row) const { return q.skips_lost && highest[row] >= INFINITE; }
@@ -137,7 +153,7 @@ struct Stripe {
     int32_t block_highest(const QuantizeMatrix& q, int64_t row, int64_t stop, int64_t k, int64_t width) const {
         int32_t high = 0;
         for (; row < stop; row++) {
-            int32_t of_row = is_lost(q, row) ? 0 : largest_of(x + row * ld + k, width);
+            int32_t of_row = is_lost(q, row) ? 0 : largest_of(x + row * x_ld + k, width);
             high = of_row > high ? of_row : high;
         }
         return high;
@@ -148,7 +164,7 @@ struct Stripe {
         int8_t* to = q.codes + (first + row) * q.columns + k;
         // The vectors of the last block may end behind the row, where another thread writes.
         bool whole = length % LANES == 0;
-        write_codes(q, x + row * ld + k, noise ? noise + row * ld + k : nullptr, length, scale, whole ? to : codes);
+        write_codes(q, x + row * x_ld + k, noise ? noise + row * ld + k : nullptr, length, scale, whole ? to : codes);
         if (!whole) memcpy(to, codes, length);
     }
 };

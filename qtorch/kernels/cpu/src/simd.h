@@ -135,6 +135,9 @@ INLINE Ints larger(Ints a, Ints b) {
 INLINE void store_bytes(int8_t* to, Ints a) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)a));
+#elif defined(__AVX2__)
+    __m256i bytes = _mm256_shuffle_epi8((__m256i)a, _mm256_set1_epi32(0x0c080400));
+    _mm_storel_epi64((__m128i*)to, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
 #else
     for (int i = 0; i < LANES; i++) to[i] = a[i];
 #endif
