@@ -386,8 +386,8 @@ def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     return from_rows(y, x, bias)
 
 
-# Scales that are quantized themselves are read as codes. Compiled graphs make numbers of those of integers, whose kernel
-# they call without Python.
+# Scales that are quantized themselves are read as codes. Compiled graphs make numbers of those of integers, whose
+# kernel they call without Python.
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
