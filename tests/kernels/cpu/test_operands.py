@@ -178,7 +178,8 @@ def test_what_runs_in_torch() -> None:
         assert quantize_rows(x, spec)[1].requires_grad
         torch.compile(lambda x: quantize_rows(x, spec)[0], backend="eager", fullgraph=True)(x.detach())
     assert ran == []
-    for size in (3, 2048):
+    # Products of fours of codes, or of floats that hold their sums.
+    for size in (2048,) if compiled_library.library().instruction_set in IN_FLOATS else (3, 2048):
         with record_kernels() as ran:
             int8_block_mm(codes(8, size), scale(8, 1), codes(8, size), scale(8, 1), torch.float32)
         assert ran[:2] == ["int8_block_mm", "int8_block_mm.torch"]
