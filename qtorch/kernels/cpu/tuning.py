@@ -78,13 +78,12 @@ class _Weights:
         quantizer = [-127.0, 127.0, 0.0, 0.0, 1e-30, 1e30]
         made: type[CompiledLinear] = Int8Linear if floats is None else WeightOnlyLinear
         of_input = (x.dtype, x.dtype, *(("int8", numerics_of(quantizer)) if floats is None else (x.dtype, ())))
-        turns = itertools.cycle([made(codes, self.scale, None, *self.about, *of_input) for codes in self.codes])
-        in_turn = itertools.cycle(self.codes)
+        layers = [made(codes, self.scale, None, *self.about, *of_input) for codes in self.codes]
+        turns = itertools.cycle(zip(layers, self.codes, strict=True))
 
         def multiply(variant: str) -> object:
-            layer = next(turns)
+            layer, codes = next(turns)
             if variant == "torch":
-                codes = next(in_turn)
                 return multiply_in_torch(x, None, None, quantizer, codes, self.scale, None, packed, kind, x.dtype)
             if variant == "float":
                 assert layer.compiled is not None
