@@ -106,10 +106,9 @@ class Table:
         path.write_text(text + ', "configs": [\n' + ",\n".join(lines) + "\n]}\n")
 
     def nearest(self, op: str, dtype: str, shape: Shape) -> LaunchConfig | None:
-        """The entry of this op at the least distance, where another dtype counts as a size four times as large, and an
-        entry for one row is for one row alone; None if the op has none."""
+        """The entry of this op at the least distance, where another dtype counts as a size four times as large; None if
+        the op has none."""
         same = [(p, config) for p, config in self.entries.items() if p[0] == op]
-        same = [item for item in same if (item[0][2][0] == 1) == (shape[0] == 1)] or same
         away = lambda problem: _distance(problem[2], shape) + 2 * (problem[1] != dtype)  # noqa: E731
         return min(same, key=lambda item: away(item[0]))[1] if same else None
 

@@ -41,7 +41,8 @@ SEED = torch.zeros(1, dtype=torch.int64)
 SMALL = LaunchConfig(16, 32, 64)
 
 INSTRUCTION = re.compile(
-    r"\b(wgmma\.mma_async\S*|mma\.sync\S*|cp\.async\.bulk\.tensor\S*|cp\.async\.c[ag]\.shared\S*|atom\.\S*"
+    r"\b(wgmma\.mma_async\S*|wgmma\.wait_group\S* \d+|mma\.sync\S*"
+    r"|cp\.async\.bulk\.tensor\S*|cp\.async\.c[ag]\.shared\S*|atom\.\S*"
     r"|red\.\S*|cvt\.f64\S*|lop3\.b32|ld\.global\.v4\S*)"
 )
 
@@ -119,10 +120,12 @@ def typical() -> Iterator[Launch]:
         call = weight_product(16, 256, 1024, bits, 8, dtype, "INT" if bits < 8 else "NONE")
         yield Launch(f"{name} sm_{capability}", call, wide, capability)
     yield Launch("int4 weight large sm_90", weight_product(128, 256, 1024, 4, 8), LaunchConfig(128, 128, 64))
+    call = weight_product(128, 256, 1024, 8, 1, domain="NONE")
+    yield Launch("int8 weight large sm_90", call, LaunchConfig(128, 128, 64, num_warps=8))
     yield Launch("int4 weight gathered sm_90", weight_product(16, 256, 1024, 4, 64), wide)
-    vector = LaunchConfig(1, 4, 512, path="mv")
-    yield Launch("int4 vector sm_90", weight_product(1, 256, 4096, 4, 32), vector)
-    yield Launch("int8 vector sm_80", weight_product(1, 256, 4096, 8, 32, domain="NONE"), vector, 80)
+    rows = LaunchConfig(8, 32, 128, path="rows")
+    yield Launch("int4 rows sm_90", weight_product(1, 256, 4096, 4, 32), rows)
+    yield Launch("int8 rows sm_80", weight_product(1, 256, 4096, 8, 32, domain="NONE"), rows, 80)
     for capability in (90, 80):
         call = grouped_product(16, 256, 1024, 4, 8, zero=False)
         yield Launch(f"int4 grouped sm_{capability}", call, LaunchConfig(16, 64, 128), capability)
@@ -208,7 +211,7 @@ def every() -> Iterator[Launch]:
             for name, call in experts_products(m, n, k, bits, groups):
                 yield Launch(f"{name} {about}", call)
             variants = [LaunchConfig(16, 64, 64, split_k=2, path="mm"), LaunchConfig(path="dense")]
-            for config in variants + [LaunchConfig(1, 4, 128, path="mv")] * (m == 1):
+            for config in variants + [LaunchConfig(8, 16, 64, path="rows")]:
                 for domain, dtype in (("INT", BF16), ("FLOAT", FP32)):
                     call = weight_product(m, n, k, bits, groups, dtype, domain)
                     yield Launch(f"intx_weight_mm {about} {config.path} {domain}", call, config)

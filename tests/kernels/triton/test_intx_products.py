@@ -27,7 +27,7 @@ VARIANTS = {
     "mm": Variant(LaunchConfig(16, 16, 32, path="mm")),
     "mm, scaled codes": Variant(LaunchConfig(128, 16, 32, path="mm")),
     "mm, split": Variant(LaunchConfig(16, 32, 64, split_k=3, path="mm")),
-    "mv": Variant(LaunchConfig(1, 16, 64, path="mv")),
+    "rows": Variant(LaunchConfig(8, 16, 64, path="rows")),
     "dense": Variant(LaunchConfig(path="dense")),
     "int8": Variant(LaunchConfig(16, 32, 64), TOKEN),
     "int8, other tiles": Variant(LaunchConfig(32, 16, 32), TOKEN),
@@ -74,7 +74,7 @@ def test_every_width(name, variant, device):
 @every_variant
 @pytest.mark.parametrize("dtype", matrix_but((torch.float16,), LEAST))
 def test_dtypes_and_domains(dtype, variant, device):
-    rows = 1 if variant == "mv" else 5 if VARIANTS[variant].activation is None else 19
+    rows = 1 if variant == "rows" else 5 if VARIANTS[variant].activation is None else 19
     x, bias = torch.randn(rows, 256, device=device).to(dtype), torch.randn(20, device=device).to(dtype)
     specs = [
         QuantSpec("uint4", PerGroup(64), ASYMMETRIC),
@@ -96,7 +96,7 @@ def test_odd_sizes(size, variant, device):
     """Groups of fewer than 32 codes, that straddle segments, and of more than are unrolled."""
     n, k, group = size
     for name, rows in (("uint4", 1), ("int3", 19), ("int8", 17)):
-        x, bias = torch.randn(1 if variant == "mv" else rows, k, device=device), torch.randn(n, device=device)
+        x, bias = torch.randn(1 if variant == "rows" else rows, k, device=device), torch.randn(n, device=device)
         check(x, weight(QuantSpec(name, PerGroup(group), ASYMMETRIC), n, k, variant, device), variant, bias)
 
 
@@ -104,7 +104,7 @@ def test_odd_sizes(size, variant, device):
 def test_strides(variant, device):
     """Rows of a larger matrix, columns of one, and a weight cut from another."""
     whole = weight(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), 40, 128, variant, device)
-    wide, rows = torch.randn(6, 300, device=device), 1 if variant == "mv" else 3
+    wide, rows = torch.randn(6, 300, device=device), 1 if variant == "rows" else 3
     for x in (wide[::2, 40:168][:rows], wide[:, ::2][:rows, :128], wide.t()[:128, :rows].t()):
         check(x, whole, variant)
         check(x, whole[5:31:2], variant)
@@ -114,8 +114,8 @@ def test_strides(variant, device):
 
 def test_one_row_parts_and_the_largest_sums(device):
     """A configuration for one row, met by two."""
-    of_groups, x = weight(QuantSpec("int4", PerGroup(32)), 20, 64, "mv", device), torch.randn(2, 64, device=device)
-    with forced(VARIANTS["mv"].config):
+    of_groups, x = weight(QuantSpec("int4", PerGroup(32)), 20, 64, "rows", device), torch.randn(2, 64, device=device)
+    with forced(VARIANTS["rows"].config):
         assert compute_error(reference.linear(x, of_groups, None), run(x, of_groups)) > 95
     # The same bits each time, however the contracted axis is shared.
     of_groups, x = weight(QuantSpec("int4", PerGroup(32)), 20, 512, "mm", device), torch.randn(3, 512, device=device)

@@ -57,10 +57,12 @@ def _experts_weight_mm(
     n_in = expert.to(tl.int64) * N + n % N
     inner = tl.arange(0, BLOCK_K)
     acc = weight_products(
-        x_ptr + (rows // share)[None, :] * stride_xm + inner[:, None] * stride_xk,
+        tl.zeros([BLOCK_N, BLOCK_M], tl.float32),
+        x_ptr + (rows // share)[None, :] * stride_xm + inner[:, None] * stride_xk, valid[None, :],
         q_ptr + n_in[:, None] * stride_qn + inner[None, :],
-        scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, inner, 0, K, G, stride_xk, stride_sg, stride_zg,
-        GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION, ASM, BLOCK_M, BLOCK_N, BLOCK_K, 1,
+        scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, inner, tl.zeros([1], tl.int32), 0, K, G,
+        stride_xk, stride_sg, stride_zg, GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION,
+        ASM, 2, BLOCK_K, 1,
     )  # fmt: skip
     y_ptrs = y_ptr + rows[None, :] * N + n[:, None]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(n < N)[:, None] & valid[None, :])

@@ -8,14 +8,18 @@
 
 Three variants, chosen by M in the launch configuration:
 
-"mv"    one row of x: each program multiplies a few rows of the weight, without tensor cores.
-"mm"    tensor cores. The weight is the left operand, y' = w x', so that codes go from registers into the products and a
-        tile of 16 rows of x wastes nothing. The contracted axis may be split; the parts are added in order by a second
-        launch, so that results do not depend on timing.
+"rows"  few rows of x. Tensor cores multiply 8 or 16 of them at once, at the cost of one. The contracted axis is divided
+        among the warps of a program, which add up their sums at the end: enough programs for a GPU, one launch.
+"mm"    tensor cores, tiles of more rows. The contracted axis may be split among programs; the parts are added in order
+        by a second launch, so that results do not depend on timing.
 "dense" many rows: the weight is dequantized, then cuBLAS multiplies.
 
-Sums are in fp32. Where a tile lies in one group, its product is scaled instead of its codes, which are then exact.
+The weight is the left operand, y' = w x', so that codes go from registers into the products. The scales of a step are
+fetched during the step before. Sums are in fp32. Where a tile of at most 64 rows lies in one group, its product is
+scaled instead of its codes, which are then exact.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -23,101 +27,143 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
-from .launch import FLOATS, WeightArguments, check_device, check_matrix, check_shape, power_of_two_in, without_terms
+from .launch import (
+    FLOATS,
+    SMALLEST_TILE,
+    WeightArguments,
+    check_device,
+    check_matrix,
+    check_shape,
+    power_of_two_in,
+    without_terms,
+)
 from .unpack import dequantize, unpack_floats
 
 CANDIDATES = [
     *(
-        LaunchConfig(1, n, k, num_warps=warps, path="mv")
-        for n, k, warps in ((2, 512, 2), (4, 512, 4), (8, 512, 4), (8, 256, 4), (1, 2048, 4), (4, 1024, 4))
+        LaunchConfig(m, n, k, num_warps=warps, num_stages=stages, path="rows")
+        for m in (8, 16)
+        for n, k, warps in ((16, 64, 8), (16, 128, 4), (32, 64, 4), (32, 64, 8), (32, 128, 4), (64, 64, 4))
+        for stages in (2, 3, 4)
     ),
+    LaunchConfig(32, 32, 64, path="rows"),
     *(
-        LaunchConfig(16, n, k, split_k=split, num_stages=stages, path="mm")
-        for n, k in ((64, 64), (64, 128), (128, 64), (128, 128))
-        for split in (1, 2, 4, 8)
-        for stages in (3, 5)
-    ),
-    *(
-        LaunchConfig(m, n, 64, split_k=split, num_warps=warps, num_stages=stages, path="mm")
-        for m, n, split, warps, stages in (
-            (32, 64, 4, 4, 4),
-            (32, 128, 4, 4, 4),
-            (64, 64, 2, 4, 4),
-            (64, 128, 1, 4, 4),
-            (64, 128, 2, 4, 4),
-            (128, 128, 1, 4, 3),
-            (128, 128, 1, 8, 3),
-            (256, 128, 1, 8, 3),
+        LaunchConfig(m, n, k, split_k=split, num_warps=warps, num_stages=stages, path="mm")
+        for m, n, k, split, warps, stages in (
+            (16, 64, 64, 4, 4, 4),
+            (16, 64, 128, 8, 4, 4),
+            (16, 128, 128, 4, 4, 4),
+            (32, 64, 64, 4, 4, 4),
+            (32, 128, 64, 2, 4, 4),
+            (64, 64, 64, 1, 4, 4),
+            (64, 64, 64, 2, 4, 4),
+            (64, 64, 64, 4, 4, 4),
+            (64, 128, 64, 2, 4, 4),
+            (128, 64, 64, 1, 4, 4),
+            (128, 64, 64, 2, 4, 4),
+            (128, 128, 64, 1, 4, 3),
+            (128, 128, 64, 2, 4, 3),
+            (128, 128, 64, 1, 8, 3),
+            (256, 64, 64, 1, 8, 3),
+            (256, 64, 64, 2, 8, 3),
+            (256, 128, 64, 1, 8, 3),
         )
     ),
     LaunchConfig(path="dense"),
 ]
 """What `autotune` tries."""
 
-RUN = 16
-"""Codes that a thread of "mv" multiplies before it scales."""
+
+@triton.jit
+def _of_segments(rows, k, K, G, stride, GROUP: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Scales or zero points of the columns k of all segments."""
+    values = ()
+    for s in tl.static_range(SEGMENTS):
+        values += (tl.load(rows + tl.minimum(k + s * G, K - 1) // GROUP * stride),)  # type: ignore[assignment]
+    return values
 
 
 @triton.jit
 def weight_products(
-    x_ptrs, q_ptrs, scale_rows, zero_rows, inner, part_number, K, G, stride_xk, stride_sg, stride_zg,
+    acc, x_ptrs, rows_in, q_ptrs, scale_rows, zero_rows, inner, start, part_number, K, G,
+    stride_xk, stride_sg, stride_zg,
     GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
     ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    ASM: tl.constexpr, PACK: tl.constexpr, STEP: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y', in fp32, of part number `part_number` of SPLIT_K of the contracted axis. The pointers are those of
-    the rows of a tile: `x_ptrs` (BLOCK_K, BLOCK_M) and `q_ptrs` (BLOCK_N, BLOCK_K) at the first column, `scale_rows`
-    and `zero_rows` (BLOCK_N) at the first group; `inner` is 0 to BLOCK_K."""
+    """`acc` plus a tile of y', in fp32, of part number `part_number` of SPLIT_K of the contracted axis, STEP columns of
+    a segment at a time. The pointers are those of the rows of a tile: `x_ptrs` (columns, rows) and `q_ptrs` (rows,
+    columns) at the first columns, `scale_rows` and `zero_rows` (rows) at the first group; `inner` (columns) counts the
+    columns of a step, `start` (1) is the first; `rows_in` (1, rows) says which rows of x there are. All may have a
+    leading axis of tiles that divide the step."""
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
     SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
-    tiles = tl.cdiv(G, BLOCK_K)
+    tiles = tl.cdiv(G, STEP)
     part = tl.cdiv(tiles * UNITS, SPLIT_K)
     first = part_number * part
     unit = first // tiles
-    g = first % tiles * BLOCK_K
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    g = first % tiles * STEP
+    if ONE_GROUP:
+        next_scales = _of_segments(scale_rows, unit * SEGMENTS * G + g + start, K, G, stride_sg, GROUP, SEGMENTS)
+        if ZERO:
+            next_zeros = _of_segments(zero_rows, unit * SEGMENTS * G + g + start, K, G, stride_zg, GROUP, SEGMENTS)
     for _ in range(first, min(first + part, tiles * UNITS)):
         in_segment = g + inner < G
+        mask = tl.expand_dims(in_segment, -2)
+        at, in_unit = g, unit
+        g = tl.where(g + STEP >= G, 0, g + STEP)
+        unit += tl.where(g == 0, 1, 0)
+        if ONE_GROUP:
+            scales = next_scales
+            next_scales = _of_segments(scale_rows, unit * SEGMENTS * G + g + start, K, G, stride_sg, GROUP, SEGMENTS)
+            if ZERO:
+                zeros = next_zeros
+                next_zeros = _of_segments(zero_rows, unit * SEGMENTS * G + g + start, K, G, stride_zg, GROUP, SEGMENTS)
         for s in tl.static_range(SEGMENTS):
-            k = (unit * SEGMENTS + s) * G + g
-            if EVEN:
-                x = tl.load(x_ptrs + k * stride_xk)
-            else:
-                x = tl.load(x_ptrs + k * stride_xk, mask=(in_segment & (k + inner < K))[:, None], other=0.0)
+            k = (in_unit * SEGMENTS + s) * G + at
+            x_in = rows_in if EVEN else rows_in & tl.expand_dims(in_segment & (k + inner < K), -1)
+            x = tl.load(x_ptrs + k * stride_xk, mask=x_in, other=0.0)
             if ONE_GROUP:
-                group = min(k, K - 1) // GROUP
-                scale = tl.load(scale_rows + group * stride_sg)[:, None]
+                scale = tl.expand_dims(scales[s], -1).to(tl.float32)
                 if ZERO:
-                    zero = tl.load(zero_rows + group * stride_zg)[:, None]
+                    zero = tl.expand_dims(zeros[s], -1).to(tl.float32)
             else:
-                group = tl.minimum(k + inner, K - 1) // GROUP
-                scale = tl.load(scale_rows[:, None] + group[None, :] * stride_sg)
+                group = tl.expand_dims(tl.minimum(k + inner, K - 1) // GROUP, -2)
+                scale = tl.load(tl.expand_dims(scale_rows, -1) + group * stride_sg).to(tl.float32)
                 if ZERO:
-                    zero = tl.load(zero_rows[:, None] + group[None, :] * stride_zg)
+                    zero = tl.load(tl.expand_dims(zero_rows, -1) + group * stride_zg).to(tl.float32)
             if ZERO == 3:
-                zero = -(zero.to(tl.float32) * scale.to(tl.float32))
+                zero = -(zero * scale)
             if ZERO == 1:
-                code_zero = (zero.to(tl.float32) + OFFSET).to(dtype)
+                code_zero = (zero + OFFSET).to(dtype)
             elif ZERO >= 2:
                 code_zero = tl.full([1, 1], OFFSET + MIDDLE, dtype)
             else:
                 code_zero = tl.full([1, 1], OFFSET, dtype)
-            w = unpack_floats(q_ptrs + g, in_segment[None, :], G, unit, s, code_zero, ZERO, BITS, not EVEN, ASM, dtype)
+            w = unpack_floats(q_ptrs + at, mask, G, in_unit, s, code_zero, ZERO, BITS, not EVEN, ASM, PACK, dtype)
             if SCALE_PRODUCT:
-                acc += tl.dot(w, x, input_precision=PRECISION) * scale.to(tl.float32)
-                if ZERO >= 2:
-                    acc += zero.to(tl.float32) * tl.sum(x.to(tl.float32), 0)[None, :]
+                acc += tl.dot(w, x, input_precision=PRECISION) * scale
             else:
                 if ZERO >= 2:
-                    w = (w.to(tl.float32) * scale.to(tl.float32) + zero.to(tl.float32)).to(dtype)
+                    w = w * scale.to(dtype) + zero.to(dtype)
                 else:
                     w = w * scale.to(dtype)
                 acc = tl.dot(w, x, acc, input_precision=PRECISION)
-        g += BLOCK_K
-        unit += tl.where(g >= G, 1, 0)
-        g = tl.where(g >= G, 0, g)
+                if ASM:
+                    # A use of the sum makes Triton wait for the product. Else it may be under way at the end of a step,
+                    # and the next step overwrites the registers with its operand (triton-lang/triton issue 9433).
+                    acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], tl.float32, True, 1)
     return acc
+
+
+@triton.jit
+def _store(acc, bias_ptr, y_ptr, m, n, n_in, M, N, BIAS: tl.constexpr):
+    y = acc.to(y_ptr.dtype.element_ty)
+    if BIAS:
+        bias = tl.load(bias_ptr + n_in)[:, None]
+        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + m[None, :].to(tl.int64) * N + n[:, None], y, mask=(n[:, None] < N) & (m[None, :] < M))
 
 
 @triton.jit
@@ -131,23 +177,18 @@ def _weight_mm(
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Rows beyond the last are read as others, and not stored.
     n_in = (n % N).to(tl.int64)
-    m_in = (m % M).to(tl.int64)
     inner = tl.arange(0, BLOCK_K)
     q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
-    x_ptrs = x_ptr + m_in[None, :] * stride_xm + inner[:, None] * stride_xk
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_xm + inner[:, None] * stride_xk
     acc = weight_products(
-        x_ptrs, q_ptrs, scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, inner, tl.program_id(2), K, G,
+        tl.zeros([BLOCK_N, BLOCK_M], tl.float32), x_ptrs, (m < M)[None, :], q_ptrs, scale_ptr + n_in * stride_sn,
+        zero_ptr + n_in * stride_zn, inner, tl.zeros([1], tl.int32), tl.program_id(2), K, G,
         stride_xk, stride_sg, stride_zg, GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION,
-        ASM, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K,
+        ASM, 2, BLOCK_K, SPLIT_K,
     )  # fmt: skip
-    y = acc.to(y_ptr.dtype.element_ty)
-    if BIAS:
-        bias = tl.load(bias_ptr + n_in)[:, None]
-        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y_ptr.dtype.element_ty)
-    rows = tl.program_id(2).to(tl.int64) * M + m
-    tl.store(y_ptr + rows[None, :] * N + n[:, None], y, mask=(n[:, None] < N) & (m[None, :] < M))
+    part = y_ptr + tl.program_id(2).to(tl.int64) * M * N
+    _store(acc, bias_ptr, part, m, n, n_in, M, N, BIAS)
 
 
 @triton.jit
@@ -164,63 +205,29 @@ def _sum_parts(part_ptr, y_ptr, bias_ptr, size, N, SPLIT_K: tl.constexpr, BIAS: 
 
 
 @triton.jit
-def _weight_mv(
-    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, N, K, G,
-    stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
+def _weight_rows(
+    x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, M, N, K, G,
+    stride_xm, stride_xk, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
     GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
-    RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr, ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    # Axes (row of the weight, run, code of the run). The codes of a run are multiplied and added up by one thread.
-    UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
-    SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
-    # In bf16 and fp16 the difference of a code and its zero point is exact, and cheaper to make.
-    exact: tl.constexpr = x_ptr.dtype.element_ty
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None, None]
-    n_in = (n % N).to(tl.int64)
-    runs = tl.arange(0, BLOCK_K // RUN)[None, :, None] * RUN
-    inner = runs + tl.arange(0, RUN)[None, None, :]
-    q_ptrs = q_ptr + n_in * stride_qn + inner
-    x_ptrs = x_ptr + inner * stride_xk + tl.zeros([BLOCK_N, 1, 1], tl.int32)
-    acc = tl.zeros([BLOCK_N, BLOCK_K // RUN], tl.float32)
-    for g in range(0, G, BLOCK_K):
-        in_segment = g + inner < G
-        # The units of a tile are unrolled, so that their loads are all in flight.
-        for unit in tl.static_range(UNITS):
-            for s in tl.static_range(SEGMENTS):
-                k = (unit * SEGMENTS + s) * G + g
-                if EVEN:
-                    x = tl.load(x_ptrs + k * stride_xk).to(tl.float32)
-                else:
-                    x = tl.load(x_ptrs + k * stride_xk, mask=in_segment & (k + inner < K), other=0.0).to(tl.float32)
-                # One group a run, or one a code.
-                group = tl.minimum(k + (runs if ONE_GROUP else inner), K - 1) // GROUP
-                scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg).to(tl.float32)
-                if ZERO:
-                    zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg).to(tl.float32)
-                if ZERO == 3:
-                    zero = -(zero * scale)
-                if ZERO == 1:
-                    code_zero = (zero + OFFSET).to(exact)
-                elif ZERO >= 2:
-                    code_zero = tl.full([1, 1, 1], OFFSET + MIDDLE, exact)
-                else:
-                    code_zero = tl.full([1, 1, 1], OFFSET, exact)
-                w = unpack_floats(q_ptrs + g, in_segment, G, unit, s, code_zero, ZERO, BITS, not EVEN, ASM, exact)
-                product = w.to(tl.float32) * x
-                if ONE_GROUP:
-                    acc += tl.sum(product, 2) * scale.reshape(BLOCK_N, BLOCK_K // RUN)
-                    if ZERO >= 2:
-                        acc += tl.sum(x, 2) * zero.reshape(BLOCK_N, BLOCK_K // RUN)
-                else:
-                    acc += tl.sum(product * scale, 2)
-                    if ZERO >= 2:
-                        acc += tl.sum(x * zero, 2)
-    y = tl.sum(acc, 1).to(y_ptr.dtype.element_ty)
+    # Axes (part of a step, row of the weight, column) and (part, column, row of x).
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if BIAS:
-        y = (y.to(tl.float32) + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + n, y, mask=n < N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_in = (n % N).to(tl.int64)
+    start = tl.arange(0, PARTS)[:, None] * BLOCK_K
+    inner = start + tl.arange(0, BLOCK_K)[None, :]
+    acc = weight_products(
+        tl.zeros([PARTS, BLOCK_N, BLOCK_M], tl.float32),
+        x_ptr + m[None, None, :].to(tl.int64) * stride_xm + inner[:, :, None] * stride_xk, (m < M)[None, None, :],
+        q_ptr + n_in[None, :, None] * stride_qn + inner[:, None, :],
+        scale_ptr + n_in[None, :] * stride_sn, zero_ptr + n_in[None, :] * stride_zn, inner, start, 0, K, G,
+        stride_xk, stride_sg, stride_zg, GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION,
+        ASM, 4, BLOCK_K * PARTS, 1,
+    )  # fmt: skip
+    _store(tl.sum(acc, 0), bias_ptr, y_ptr, m, n, n_in, M, N, BIAS)
 
 
 def intx_weight_mm(
@@ -241,8 +248,8 @@ def intx_weight_mm(
         return without_terms(y, bias)
 
     def run(config: LaunchConfig) -> None:
-        if config.path == "mv" and m == 1:
-            _launch_mv(x, weight, bias, y, config)
+        if config.path == "rows":
+            _launch_rows(x, weight, bias, y, config)
         elif config.path == "dense":
             torch.mm(x, dequantize(weight, x.dtype).t(), out=y)
             if bias is not None:
@@ -250,19 +257,22 @@ def intx_weight_mm(
         else:
             _launch_mm(x, weight, bias, y, config)
 
-    launch(op, weight.key, (m, n, k), run, [c for c in CANDIDATES if m == 1 or c.path != "mv"], x.device)
+    rows = min(max(m, 9), 256)
+    near = [c for c in CANDIDATES if c.path == "dense" or rows <= 4 * c.block_m < 8 * rows]
+    launch(op, weight.key, (m, n, k), run, near, x.device)
     return y
 
 
-def _launch_mv(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
-    # A tile may hold several groups, as long as runs of RUN codes do not.
-    block_k = min(config.block_k, max(power_of_two_in(weight.segment), 64))
-    one_group = weight.groups == 1 or (weight.group % RUN == 0 and weight.segment % RUN == 0)
-    even = weight.segment % block_k == 0 and weight.whole_segments
-    _weight_mv[(triton.cdiv(weight.n, config.block_n),)](
-        x, *weight.pointers, y if bias is None else bias, y, weight.n, *weight.sizes, x.stride(1), *weight.steps,
-        **weight.numerics, BIAS=bias is not None, ONE_GROUP=one_group, EVEN=even, ASM=x.device.type == "cuda", RUN=RUN,
-        BLOCK_N=config.block_n, BLOCK_K=block_k, num_warps=config.num_warps, enable_fp_fusion=True,
+def _launch_rows(x: Tensor, weight: WeightArguments, bias: Tensor | None, y: Tensor, config: LaunchConfig) -> None:
+    (m, n), block_m, parts = y.shape, max(8, config.block_m), config.num_warps
+    # As long tiles as divide a segment with the parts.
+    block_k = min(config.block_k, max(SMALLEST_TILE, power_of_two_in(weight.segment) // parts))
+    constants: Any = weight.constants(x, block_m, block_k)
+    constants["EVEN"] = weight.whole_segments and weight.segment % (constants["BLOCK_K"] * parts) == 0
+    _weight_rows[(triton.cdiv(n, config.block_n), triton.cdiv(m, block_m))](
+        x, *weight.pointers, y if bias is None else bias, y, m, n, *weight.sizes, *x.stride(), *weight.steps,
+        **constants, BIAS=bias is not None, BLOCK_N=config.block_n, PARTS=parts, **config.options,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -166,7 +166,7 @@ class WeightArguments(GroupedCodes):
             **self.numerics,
             "ONE_GROUP": one_group,
             "EVEN": even,
-            "SCALE_PRODUCT": one_group and block_m <= 64,
+            "SCALE_PRODUCT": one_group and block_m <= 64 and self.numerics["ZERO"] < 2,
             "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
             "ASM": x.device.type == "cuda",
             "BLOCK_M": block_m,

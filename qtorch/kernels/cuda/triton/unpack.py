@@ -13,27 +13,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import WeightArguments
+from .launch import WeightArguments, power_of_two_in
 
-# Two bytes -> the low nibbles as the low bits of 128 (bf16) or 1024 (fp16), two in a register.
-_PAIR: tl.constexpr = tl.constexpr(
-    "{ .reg .b32 t; cvt.u32.u16 t, $1; SHIFT prmt.b32 t, t, 0, 0x4140; lop3.b32 $0, t, 0x000f000f, MAGIC, 0xea; }"
-)
-_LOW_BF16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "").replace("MAGIC", "0x43004300"))
-_LOW_FP16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "").replace("MAGIC", "0x64006400"))
-# The high nibbles.
-_HIGH_BF16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "shr.b32 t, t, 4;").replace("MAGIC", "0x43004300"))
-_HIGH_FP16: tl.constexpr = tl.constexpr(_PAIR.value.replace("SHIFT", "shr.b32 t, t, 4;").replace("MAGIC", "0x64006400"))
-# Two int8 -> two bf16, (128 + low 7 bits) - (128 or, if negative, 256); and two fp16, (1024 + v + 128) - 1152.
-_INT8_BF16: tl.constexpr = tl.constexpr(
-    "{ .reg .b32 t, a, b, m; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; mov.b32 m, 0xbf80bf80; "
-    "lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea; lop3.b32 b, t, 0x00800080, 0x43004300, 0xea; "
-    "fma.rn.bf16x2 $0, b, m, a; }"
-)
-_INT8_FP16: tl.constexpr = tl.constexpr(
-    "{ .reg .b32 t, m; cvt.u32.u16 t, $1; prmt.b32 t, t, 0, 0x4140; mov.b32 m, 0x64806480; "
-    "lop3.b32 t, t, 0x00800080, 0x64006400, 0xbe; sub.f16x2 $0, t, m; }"
-)
+
+@triton.constexpr_function
+def _to_floats(code: str, dtype: tl.dtype, pack: int) -> str:
+    """Assembly that makes `pack` floats, two in a register, of as many bytes in one.
+
+    "low", "high": the nibbles become the low bits of 128 (bf16) or 1024 (fp16), which is still to be subtracted.
+    "int8": in bf16 (128 + low 7 bits) - (128 or, if negative, 256), in fp16 (1024 + code + 128) - 1152.
+    """
+    magic = "0x43004300" if dtype == tl.bfloat16 else "0x64006400"
+    lines = [".reg .b32 t, a, b, m;", "mov.b32 t, $2;" if pack == 4 else "cvt.u32.u16 t, $1;"]
+    if code == "high":
+        lines.append("shr.b32 t, t, 4;")
+    elif code == "int8":
+        lines.append("mov.b32 m, 0xbf80bf80;" if dtype == tl.bfloat16 else "mov.b32 m, 0x64806480;")
+    for pair in range(pack // 2):
+        lines.append(f"prmt.b32 a, t, 0, {('0x4140', '0x4342')[pair]};")
+        if code != "int8":
+            lines.append(f"lop3.b32 ${pair}, a, 0x000f000f, {magic}, 0xea;")
+        elif dtype == tl.bfloat16:
+            lines.append(f"lop3.b32 b, a, 0x00800080, {magic}, 0xea; lop3.b32 a, a, 0x007f007f, {magic}, 0xea;")
+            lines.append(f"fma.rn.bf16x2 ${pair}, b, m, a;")
+        else:
+            lines.append(f"lop3.b32 a, a, 0x00800080, {magic}, 0xbe; sub.f16x2 ${pair}, a, m;")
+    return f"{{ {' '.join(lines)} }}"
+
+
 # Four bytes and a shift of 0 or 4 -> four codes in four bytes; those of signed types less 8.
 _NIBBLES: tl.constexpr = tl.constexpr("shr.b32 $0, $1, $2; and.b32 $0, $0, 0x0f0f0f0f;")
 _SIGNED_NIBBLES: tl.constexpr = tl.constexpr(
@@ -90,32 +97,31 @@ def _part(pointers, mask, G, segment, ROW: tl.constexpr, WIDTH: tl.constexpr, MA
 
 
 @triton.jit
+def _converted(byte, code: tl.constexpr, PACK: tl.constexpr, dtype: tl.constexpr):
+    registers: tl.constexpr = "=r,=r,r" if PACK == 4 else "=r,h"
+    # The type has to be written out.
+    if dtype == tl.bfloat16:
+        w = tl.inline_asm_elementwise(_to_floats(code, dtype, PACK), registers, [byte], tl.bfloat16, True, PACK)
+    else:
+        w = tl.inline_asm_elementwise(_to_floats(code, dtype, PACK), registers, [byte], tl.float16, True, PACK)
+    return w
+
+
+@triton.jit
 def unpack_floats(
     pointers, mask, G, unit, s: tl.constexpr, zero, ZERO: tl.constexpr, BITS: tl.constexpr, MASKED: tl.constexpr,
-    ASM: tl.constexpr, dtype: tl.constexpr,
+    ASM: tl.constexpr, PACK: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """`to_float` of `unpack_tile`; without ZERO, int8 codes have a `zero` of 0."""
+    """`to_float` of `unpack_tile`; without ZERO, int8 codes have a `zero` of 0. PACK codes, 2 or 4, are converted
+    together: as many as the layout of the product has side by side."""
     if BITS == 4 and ASM and dtype != tl.float32:
         at = pointers + unit * G
         byte = tl.load(at, mask=mask, other=0) if MASKED else tl.load(at)
-        if dtype == tl.bfloat16:
-            if s == 0:
-                w = tl.inline_asm_elementwise(_LOW_BF16, "=r,h", [byte], tl.bfloat16, True, 2)
-            else:
-                w = tl.inline_asm_elementwise(_HIGH_BF16, "=r,h", [byte], tl.bfloat16, True, 2)
-            w = w - (zero + 128)
-        else:
-            if s == 0:
-                w = tl.inline_asm_elementwise(_LOW_FP16, "=r,h", [byte], tl.float16, True, 2)
-            else:
-                w = tl.inline_asm_elementwise(_HIGH_FP16, "=r,h", [byte], tl.float16, True, 2)
-            w = w - (zero + 1024)
+        w = _converted(byte, "low" if s == 0 else "high", PACK, dtype)
+        w = w - (zero + (128 if dtype == tl.bfloat16 else 1024))
     elif BITS == 8 and ASM and dtype != tl.float32 and pointers.dtype.element_ty == tl.int8:
-        code = tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
-        if dtype == tl.bfloat16:
-            w = tl.inline_asm_elementwise(_INT8_BF16, "=r,h", [code], tl.bfloat16, True, 2)
-        else:
-            w = tl.inline_asm_elementwise(_INT8_FP16, "=r,h", [code], tl.float16, True, 2)
+        byte = tl.load(pointers, mask=mask, other=0) if MASKED else tl.load(pointers)
+        w = _converted(byte, "int8", PACK, dtype)
         if ZERO:
             w = w - zero
     else:
@@ -159,27 +165,33 @@ def to_float(codes, zero, BITS: tl.constexpr, dtype: tl.constexpr):
     return w
 
 
+RUN = 16
+"""Codes that a thread of `_dequantize` scales together, where groups allow it."""
+
+
 @triton.jit
 def _dequantize(
     q_ptr, scale_ptr, zero_ptr, w_ptr, N, K, G, stride_qn, stride_sn, stride_sg, stride_zn, stride_zg,
     GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RUN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    # Axes (row, run, code of the run). A run lies in one group.
     UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
     SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
-    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None, None]
     n_in = n % N
-    inner = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    q_ptrs = q_ptr + n_in[:, None] * stride_qn + inner[None, :]
+    runs = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K // RUN)[None, :, None] * RUN
+    inner = runs + tl.arange(0, RUN)[None, None, :]
+    q_ptrs = q_ptr + n_in * stride_qn + inner
     in_segment = inner < G
     for unit in tl.static_range(UNITS):
         for s in tl.static_range(SEGMENTS):
-            codes = unpack_tile(q_ptrs, in_segment[None, :], G, unit, s, BITS, True)
-            k = (unit * SEGMENTS + s) * G + inner
-            group = (tl.minimum(k, K - 1) // GROUP)[None, :]
-            scale = tl.load(scale_ptr + n_in[:, None] * stride_sn + group * stride_sg).to(tl.float32)
+            codes = unpack_tile(q_ptrs, in_segment, G, unit, s, BITS, True)
+            k = (unit * SEGMENTS + s) * G
+            group = tl.minimum(k + runs, K - 1) // GROUP
+            scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg).to(tl.float32)
             if ZERO:
-                zero = tl.load(zero_ptr + n_in[:, None] * stride_zn + group * stride_zg).to(tl.float32)
+                zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg).to(tl.float32)
             if ZERO == 1:
                 w = to_float(codes, zero + OFFSET, BITS, tl.float32) * scale
             elif ZERO == 3:
@@ -188,15 +200,16 @@ def _dequantize(
                 w = to_float(codes, OFFSET + MIDDLE, BITS, tl.float32) * scale + zero
             else:
                 w = to_float(codes, OFFSET, BITS, tl.float32) * scale
-            mask = (n[:, None] < N) & (in_segment & (k < K))[None, :]
-            tl.store(w_ptr + n[:, None] * K + k[None, :], w.to(w_ptr.dtype.element_ty), mask=mask)
+            mask = (n < N) & in_segment & (k + inner < K)
+            tl.store(w_ptr + n * K + k + inner, w.to(w_ptr.dtype.element_ty), mask=mask)
 
 
 def dequantize(weight: WeightArguments, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) in floating point."""
     w = weight.qdata.new_empty(weight.n, weight.k, dtype=dtype)
+    run = power_of_two_in(RUN, weight.segment, 0 if weight.groups == 1 else weight.group)
     _dequantize[(triton.cdiv(weight.n, 8), triton.cdiv(weight.segment, 256))](
-        *weight.pointers, w, weight.n, *weight.sizes, *weight.steps, **weight.numerics, BLOCK_N=8, BLOCK_K=256,
+        *weight.pointers, w, weight.n, *weight.sizes, *weight.steps, **weight.numerics, RUN=run, BLOCK_N=8, BLOCK_K=256,
         num_warps=4,
     )  # fmt: skip
     return w
