@@ -5,7 +5,7 @@ quantize_(model, int8_mixed_precision_training())
 quantize_(model, convert())
 """
 
-from .distillation import Distillation, DistillationMixin, Teacher, distill, distillation_loss
+from .distillation import Distillation, DistillationMixin, Teacher, TopLogits, distill, distillation_loss
 from .engine.functional import (
     quantized_conv1d, quantized_conv2d, quantized_conv3d, quantized_conv_transpose1d, quantized_conv_transpose2d,
     quantized_conv_transpose3d, quantized_einsum, quantized_grouped_mm, quantized_matmul,
@@ -52,8 +52,9 @@ from .weights.master import MasterWeight
 __all__ = [
     "Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "CPUOffloadOptimizer", "CallSite",
     "CodesWeight", "Distillation", "DistillationMixin", "GemmSpec", "Injection", "Int8MixedPrecisionTrainingConfig",
-    "MasterWeight", "Muon8bit", "QGaLoreAdamW8bit", "QuantizationSchedule", "Teacher", "TrainingSpec", "TrainingWeight",
-    "advance_with", "batch_invariant", "binary_training", "bitnet_training", "calibrate", "clip_penalty", "convert",
+    "MasterWeight", "Muon8bit", "QGaLoreAdamW8bit", "QuantizationSchedule", "Teacher", "TopLogits", "TrainingSpec",
+    "TrainingWeight", "advance_with", "batch_invariant", "binary_training", "bitnet_training", "calibrate",
+    "clip_penalty", "convert",
     "distill", "distillation_loss", "float8_training", "fold_batch_norm", "fully_quantized", "fully_quantized_float8",
     "inject", "int4_training", "int4_weight_only_quantized_training", "int8_mixed_precision_training",
     "int8_tilewise_training", "int8_weight_only_quantized_training", "integer", "lora_qat", "lsq",

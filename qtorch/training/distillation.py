@@ -8,6 +8,8 @@
 teacher = Teacher(model)  # before quantize_: the weights of both are the same memory until training changes them
 quantize_(model, qat(recipe))
 loss, output = distill(model, teacher, Distillation(), input_ids=ids)
+
+Of a teacher that ran before, `TopLogits` keeps the most likely tokens: 384 bytes a token for 64 of them.
 """
 
 import copy
@@ -46,22 +48,63 @@ class Distillation:
             raise ValueError(f"Distillation: weights are 0 or more, one of them more, and temperature > 0, got {self}")
 
 
-def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class TopLogits:
+    """The k most likely tokens of a teacher, to be kept beside the data and used in place of the teacher. All other
+    tokens count as one, whose probability is what remains: the divergence is that of these k + 1 probabilities, at most
+    the whole one, and all of it with k = V - 1.
+
+    Args:
+        indices: (..., k) integers.
+        log_probs: (..., k), natural logarithms of their probabilities at the temperature of the loss.
+    """
+
+    indices: Tensor
+    log_probs: Tensor
+
+    @staticmethod
+    def of(logits: Tensor, k: int = 64, temperature: float = 1.0, dtype: torch.dtype = torch.float16) -> "TopLogits":
+        """Of a teacher's logits (..., V): int32, and log_probs in `dtype`.
+
+        Raises:
+            ValueError: `k` is not 1 to V - 1.
+        """
+        if not 1 <= k < logits.shape[-1]:
+            raise ValueError(f"TopLogits.of: k is 1 to {logits.shape[-1] - 1}, one less than logits, got {k}")
+        log_probs, indices = torch.log_softmax(logits.detach().float() / temperature, -1).topk(k, -1)
+        return TopLogits(indices.int(), log_probs.to(dtype))
+
+
+def distillation_loss(
+    student: Tensor, teacher: Tensor | TopLogits, temperature: float = 1.0, mask: Tensor | None = None
+) -> Tensor:
     """T^2 KL(teacher || student), the mean over tokens, in fp32.
 
     Args:
-        student, teacher: logits (..., V).
+        student: logits (..., V).
+        teacher: logits (..., V), or the most likely tokens at this temperature.
         mask: (...), true for the tokens that count; None: all.
 
     Raises:
-        ValueError: logits of two shapes.
+        ValueError: teacher and student have other shapes.
     """
-    if student.shape != teacher.shape:
-        shapes = f"{tuple(teacher.shape)} and {tuple(student.shape)}"
+    shape = teacher.shape if isinstance(teacher, Tensor) else (*teacher.indices.shape[:-1], student.shape[-1])
+    if student.shape != shape:
+        shapes = f"{tuple(shape)} and {tuple(student.shape)}"
         raise ValueError(f"distillation_loss: teacher and student have logits of one shape, got {shapes}")
-    log_q, log_p = (torch.log_softmax(logits.float() / temperature, -1) for logits in (student, teacher))
+    log_q = torch.log_softmax(student.float() / temperature, -1)
+    if isinstance(teacher, TopLogits):
+        log_q, log_p = _with_rest(log_q.gather(-1, teacher.indices.long())), _with_rest(teacher.log_probs.float())
+    else:
+        log_p = torch.log_softmax(teacher.float() / temperature, -1)
     divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return _mean(divergence, mask) * temperature**2
+
+
+def _with_rest(log_probs: Tensor) -> Tensor:
+    """And the logarithm of 1 - sum of these probabilities, of at least 2^-23: below, fp32 has only rounding errors."""
+    rest = (1 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=2.0**-23)
+    return torch.cat((log_probs, rest.log()), -1)
 
 
 def _mean(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -131,30 +174,39 @@ def _run(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> tuple[A
 
 
 def distill(
-    student: nn.Module, teacher: Teacher, distillation: Distillation = Distillation(), *args: Any, **kwargs: Any
+    student: nn.Module,
+    teacher: Teacher | TopLogits,
+    distillation: Distillation = Distillation(),
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Run both models on the same inputs: the loss at the top of the file, to be differentiated, and the output of the
     student.
 
     Args:
         student: made of the teacher's model by `quantize_` with a training recipe, or any other with such outputs.
+        teacher: runs too; or what it found for these inputs.
         args, kwargs: inputs of the models; ``labels`` are for the student, whose output has their loss, to be added.
             Tokens whose ``attention_mask`` is zero do not count.
 
     Raises:
         ValueError: hidden states without `Teacher.layers`.
     """
-    if distillation.hidden and not teacher.layers:
+    layers = teacher.layers if isinstance(teacher, Teacher) and distillation.hidden else []
+    if distillation.hidden and not layers:
         raise ValueError('distill: hidden states need Teacher(model, layers=r"model\\.layers\\.\\d+")')
-    teacher.keep(student)
-    layers = teacher.layers if distillation.hidden else []
-    given = {name: value for name, value in kwargs.items() if name != "labels"}
-    wanted, targets = teacher(*args, **given)
+    wanted: Any = teacher
+    targets: list[Tensor] = []
+    if isinstance(teacher, Teacher):
+        teacher.keep(student)
+        given = {name: value for name, value in kwargs.items() if name != "labels"}
+        wanted, targets = teacher(*args, **given)
+        wanted = _logits(wanted)
     output, states = _run(student, layers, args, kwargs)
     mask = kwargs.get("attention_mask")
     loss: Any = 0.0
     if distillation.logits:
-        of_logits = distillation_loss(_logits(output), _logits(wanted), distillation.temperature, mask)
+        of_logits = distillation_loss(_logits(output), wanted, distillation.temperature, mask)
         loss = loss + distillation.logits * of_logits
     for state, target in zip(states, targets if layers else [], strict=True):
         error = (state.float() - target.float()).square().mean(-1)
@@ -172,15 +224,18 @@ class DistillationMixin:
     """For a trainer of transformers: ``class MyTrainer(DistillationMixin, transformers.Trainer)``.
 
     Args:
-        teacher, distillation: of `distill`; the rest is the trainer's.
+        teacher, distillation: of `distill`; the rest is the trainer's. Without a teacher the data have columns
+            ``teacher_indices`` and ``teacher_log_probs``, those of `TopLogits`.
     """
 
-    def __init__(self, *args: Any, teacher: Teacher, distillation: Distillation = Distillation(), **kwargs: Any):
+    def __init__(self, *args: Any, teacher: Teacher | None, distillation: Distillation = Distillation(), **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.teacher, self.distillation = teacher, distillation
         self.model_accepts_loss_kwargs = False  # the loss is a mean, also of a part of a batch
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **rest: Any) -> Any:
         """Of the trainer, which calls it."""
-        loss, output = distill(model, self.teacher, self.distillation, **inputs)
+        inputs = dict(inputs)
+        teacher = self.teacher or TopLogits(inputs.pop("teacher_indices"), inputs.pop("teacher_log_probs"))
+        loss, output = distill(model, teacher, self.distillation, **inputs)
         return (loss, output) if return_outputs else loss

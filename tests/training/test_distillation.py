@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_, training
-from qtorch.training import Distillation, DistillationMixin, Teacher, convert, distill, distillation_loss
+from qtorch.training import Distillation, DistillationMixin, Teacher, TopLogits, convert, distill, distillation_loss
 from tests.refusals import refuses
 
 INT4 = qtorch.int4_weight_only(group_size=32)
@@ -82,6 +82,30 @@ def test_losses_and_what_does_not_fit() -> None:
     refuses("Teacher: takes a model", lambda: Teacher(None), TypeError)
 
 
+def test_the_most_likely_tokens_of_a_teacher() -> None:
+    """All but one of them are the whole divergence and its gradient, fewer at most that; fp16 keeps three digits."""
+    student, teacher, mask = torch.randn(2, 3, 11, requires_grad=True), torch.randn(2, 3, 11), torch.ones(2, 3)
+    whole = distillation_loss(student, teacher, 2.0)
+    (wanted,) = torch.autograd.grad(whole, student)
+    most = distillation_loss(student, TopLogits.of(teacher, 10, 2.0, torch.float32), 2.0, mask)
+    torch.testing.assert_close(most, whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(most, student)[0], wanted, rtol=1e-4, atol=1e-6)
+    losses = [distillation_loss(student, TopLogits.of(teacher, k, 2.0), 2.0).item() for k in (1, 3, 6, 10)]
+    assert losses == sorted(losses)
+    assert 0 < losses[0] < 0.8 * whole.item() < 0.9 * losses[-1]
+    few = TopLogits.of(teacher, 3)
+    assert (few.indices.dtype, few.log_probs.dtype, few.indices.shape) == (torch.int32, torch.float16, (2, 3, 3))
+    sure = TopLogits.of(torch.eye(11) * 60, 10)
+    assert distillation_loss(torch.eye(11) * 60, sure).abs() < 1e-5
+    assert torch.isfinite(distillation_loss(torch.zeros(11, 11), sure))
+    refuses("k is 1 to 10, one less than logits, got 11", lambda: TopLogits.of(teacher, 11))
+    refuses("logits of one shape", lambda: distillation_loss(student[:1], few))
+    model, x = mlp(), torch.randn(5, 64)
+    with pytest.raises(ValueError, match="hidden states need Teacher"):
+        distill(model, TopLogits.of(model(x), 4), Distillation(hidden=1.0), x)
+    assert distill(model, TopLogits.of(model(x), 63), Distillation(), x)[0].abs() < 1e-5
+
+
 def test_a_trainer_of_transformers(tmp_path: object) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -95,6 +119,7 @@ def test_a_trainer_of_transformers(tmp_path: object) -> None:
     model = transformers.LlamaForCausalLM(config)
     teacher = Teacher(model, r"model\.layers\.\d+")
     quantize_(model, training.qat(qtorch.intx_weight_only("int3", group_size=32)))
+    other = copy.deepcopy(model)
     ids = torch.randint(64, (16, 12))
     data = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
     start = distill(model.eval(), teacher, Distillation(hidden=1.0), input_ids=ids)[0].item()
@@ -104,3 +129,10 @@ def test_a_trainer_of_transformers(tmp_path: object) -> None:
     Trainer(model, arguments, train_dataset=data, teacher=teacher, distillation=Distillation(hidden=1.0)).train()
     end = distill(model.eval(), teacher, Distillation(hidden=1.0), input_ids=ids)[0].item()
     assert 0 < end < 0.6 * start
+    top = TopLogits.of(teacher(input_ids=ids)[0].logits, 16)
+    columns = {"teacher_indices": top.indices, "teacher_log_probs": top.log_probs}
+    data = [row | {name: column[i] for name, column in columns.items()} for i, row in enumerate(data)]
+    arguments.remove_unused_columns = False
+    start = distill(other.eval(), teacher, Distillation(), input_ids=ids)[0].item()
+    Trainer(other, arguments, train_dataset=data, teacher=None).train()
+    assert 0 < distill(other.eval(), teacher, Distillation(), input_ids=ids)[0].item() < 0.6 * start
