@@ -75,26 +75,34 @@ struct Ahead {
 template <int R, int M, bool SCALE_SUMS, class Reader>
 void dot_block(const Weight& w, const Reader* readers, const int8_t* const* codes, Ahead ahead, const DotInput& in,
                const float* scale, const float* offset, float* result) {
-    constexpr int LINES = (R * LANES + 63) / 64;
+    constexpr int V = VECTORS<Reader>, LINES = (R * V * LANES + 63) / 64;
     int64_t groups = w.groups;
+    Reader row[R];
+    UNROLL for (int r = 0; r < R; r++) row[r] = readers[r];
     Floats total[R][M] = {};
     for (int64_t g = 0; g < groups; g++) {
         int64_t start = g * w.group, stop = start + w.group;
         Floats s[R], part[R][M] = {};
         UNROLL for (int r = 0; r < R; r++) s[r] = broadcast(scale[r * groups + g]);
         auto& sums = *(SCALE_SUMS ? &part : &total);
-        for (int64_t k = start; k < stop; k += LANES) {
+        for (int64_t k = start; k < stop; k += V * LANES) {
             ahead.fetch<LINES>();
             UNROLL for (int r = 0; r < R; r++) {
-                Floats c = readers[r].at(codes[r] + k);
-                if (!SCALE_SUMS) c *= s[r];
-                UNROLL for (int m = 0; m < M; m++) sums[r][m] = fma(c, load<Floats>(in.x + m * in.ld + k), sums[r][m]);
+                Floats c[V];
+                read(row[r], codes[r] + k, c);
+                UNROLL for (int v = 0; v < V; v++) {
+                    const float* p = in.x + k + v * LANES;
+                    if (!SCALE_SUMS) c[v] *= s[r];
+                    UNROLL for (int m = 0; m < M; m++) sums[r][m] = fma(c[v], load<Floats>(p + m * in.ld), sums[r][m]);
+                }
             }
         }
         if (!SCALE_SUMS) continue;
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int m = 0; m < M; m++) total[r][m] = fma(part[r][m], s[r], total[r][m]);
     }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int m = 0; m < M; m++) finish(row[r], total[r][m]);
     finish_block(total, nullptr, offset, in.sums, groups, result);
 }
 
@@ -117,7 +125,7 @@ struct GroupEdge {
 template <int R, int M, class Numbers>
 void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* codes, Ahead ahead, const DotInput& in,
                   const float* scale, const float* offset, float* result) {
-    constexpr int LINES = (R * LANES + 63) / 64;
+    constexpr int V = VECTORS<Numbers>, LINES = (R * V * LANES + 63) / 64;
     int64_t groups = w.groups, run = w.k / 8;
     Floats total[R][M] = {};
     for (int64_t start = 0; start < w.k; start += 2 * run) {
@@ -126,19 +134,20 @@ void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* 
         for (int64_t k = 0; k < run;) {
             int64_t columns = first.left < second.left ? first.left : second.left;
             int64_t stop = k + columns < run ? k + columns : run;
-            Numbers low[R], high[R];
+            decltype(scaled(*numbers, 1)) low[R], high[R];
             UNROLL for (int r = 0; r < R; r++) {
-                low[r] = Numbers(numbers[r], scale[r * groups + first.group]);
-                high[r] = Numbers(numbers[r], scale[r * groups + second.group]);
+                low[r] = scaled(numbers[r], scale[r * groups + first.group]);
+                high[r] = scaled(numbers[r], scale[r * groups + second.group]);
             }
-            for (; k < stop; k += LANES) {
+            for (; k < stop; k += V * LANES) {
                 ahead.fetch<LINES>();
                 UNROLL for (int r = 0; r < R; r++) {
-                    Ints bytes = widen((const uint8_t*)codes[r] + start / 2 + k);
-                    Floats a = low[r].low(bytes), b = high[r].low(bytes >> 4);
-                    UNROLL for (int m = 0; m < M; m++) {
-                        const float* p = x + m * in.ld + k;
-                        total[r][m] = fma(b, load<Floats>(p + run), fma(a, load<Floats>(p), total[r][m]));
+                    Floats a[V], b[V];
+                    read_nibbles(low[r], high[r], (const uint8_t*)codes[r] + start / 2 + k, a, b);
+                    UNROLL for (int i = 0; i < V * M; i++) {
+                        const float* p = x + i % M * in.ld + k + i / M * LANES;
+                        Floats& sum = total[r][i % M];
+                        sum = fma(b[i / M], load<Floats>(p + run), fma(a[i / M], load<Floats>(p), sum));
                     }
                 }
             }
@@ -193,7 +202,7 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
                 scales(w, n, scale + r * groups);
                 if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
             }
-            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * LANES / (NIBBLES ? w.k / 2 : w.k)};
+            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * VECTORS<Reader> * LANES / (NIBBLES ? w.k / 2 : w.k)};
             block(w, readers, codes, ahead, in, scale, offset, result);
             int64_t count = w.n - task * R < R ? w.n - task * R : R;
             y.write_transposed(M, task * R, count, result, M);
@@ -203,14 +212,21 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
 
 template <int M>
 void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) {
-    bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0;
-    auto sixteen = [&](int64_t n) { return Sixteen(w.values + n * w.values_stride); };
-    if (!w.values && nibbles) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
+    constexpr int64_t WIDE = VECTORS<WideSixteen> * LANES;
+    auto nibbles = [&](int64_t step) { return w.bits == 4 && w.k % (8 * step) == 0 && w.group % step == 0; };
+    auto table = [&](int64_t n) { return w.values + n * w.values_stride; };
+    auto sixteen = [&](int64_t n) { return Sixteen(table(n)); };
+    auto wide_sixteen = [&](int64_t n) { return WideSixteen(table(n)); };
+    bool wide = w.group % WIDE == 0, few = w.values_count <= 16;
+    if (!w.values && nibbles(LANES)) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
     else if (!w.values) dot_rows<M, false>(w, in, y, threads, [](int64_t) { return IntegerCodes{}; });
-    else if (nibbles) dot_rows<M, true>(w, in, y, threads, sixteen);
+    else if (nibbles(WIDE)) dot_rows<M, true>(w, in, y, threads, wide_sixteen);
+    else if (w.exponent && wide) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
     else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return ComputedCodes(w); });
-    else if (w.values_count <= 16) dot_rows<M, false>(w, in, y, threads, sixteen);
-    else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{w.values + n * w.values_stride}; });
+    else if (few && wide) dot_rows<M, false>(w, in, y, threads, wide_sixteen);
+    else if (nibbles(LANES)) dot_rows<M, true>(w, in, y, threads, sixteen);
+    else if (few) dot_rows<M, false>(w, in, y, threads, sixteen);
+    else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{table(n)}; });
 }
 
 inline void multiply_dot(const Weight& w, const Input& x, const Output& y, int64_t threads) {

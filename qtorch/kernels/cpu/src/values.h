@@ -128,6 +128,137 @@ struct LoadedCodes {
     INLINE Floats at(const int8_t* codes) const { return look_up(numbers, widen((const uint8_t*)codes)); }
 };
 
+// How many vectors a reader gives at once: `read` gives them, and `read_nibbles` those of the low and of the high halves of
+// bytes, times a scale each.
+template <class Reader>
+constexpr int VECTORS = 1;
+
+template <class Reader>
+INLINE void read(Reader& reader, const int8_t* codes, Floats (&out)[1]) {
+    out[0] = reader.at(codes);
+}
+
+template <class Numbers>
+INLINE void read_nibbles(const Numbers& low, const Numbers& high, const uint8_t* codes, Floats (&a)[1], Floats (&b)[1]) {
+    Ints bytes = widen(codes);
+    a[0] = low.low(bytes), b[0] = high.low(bytes >> 4);
+}
+
+template <class Numbers>
+INLINE Numbers scaled(const Numbers& numbers, float scale) {
+    return Numbers(numbers, scale);
+}
+
+// What is left to do with a sum when all codes of a row are read.
+template <class Reader>
+INLINE void finish(const Reader&, Floats&) {}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// As `Sixteen`. A permutation of floats takes four times as long as one of bytes, and gives a quarter as many.
+struct WideSixteen {
+    __m256i planes[4];  // a byte of each number
+
+    WideSixteen() = default;
+
+    explicit WideSixteen(const float* table) {
+        const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        __m128i four[4];
+        UNROLL for (int i = 0; i < 4; i++) four[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table + i), order);
+        __m128i a = _mm_unpacklo_epi32(four[0], four[1]), b = _mm_unpacklo_epi32(four[2], four[3]);
+        __m128i c = _mm_unpackhi_epi32(four[0], four[1]), d = _mm_unpackhi_epi32(four[2], four[3]);
+        planes[0] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b));
+        planes[1] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b));
+        planes[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
+        planes[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
+    }
+
+    // Of bytes below 16 that `ordered` gave.
+    INLINE void at(__m256i codes, Floats (&out)[4]) const {
+        const __m256i* p = planes;
+        asm("" : "+r"(p));  // they are read again: keeping them would take registers
+        __m256i bytes[4];
+        UNROLL for (int i = 0; i < 4; i++) bytes[i] = _mm256_shuffle_epi8(p[i], codes);
+        UNROLL for (int i = 0; i < 2; i++) {
+            __m256i low = i ? _mm256_unpackhi_epi8(bytes[0], bytes[1]) : _mm256_unpacklo_epi8(bytes[0], bytes[1]);
+            __m256i high = i ? _mm256_unpackhi_epi8(bytes[2], bytes[3]) : _mm256_unpacklo_epi8(bytes[2], bytes[3]);
+            out[i] = (Floats)_mm256_unpacklo_epi16(low, high);
+            out[2 + i] = (Floats)_mm256_unpackhi_epi16(low, high);
+        }
+    }
+
+    // WIDTH bytes, such that those whose numbers `at` puts together are neighbours. Loads cost less than a permutation.
+    static INLINE __m256i ordered(const void* codes) {
+        auto from = [&](int i) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)((const char*)codes + i))); };
+        return _mm256_blend_epi32(_mm256_blend_epi32(from(0), from(4), 0xf0), _mm256_blend_epi32(from(12), from(16), 0xf0), 0xaa);
+    }
+};
+
+struct ScaledSixteen {
+    const WideSixteen* numbers;
+    Floats scale;
+};
+
+INLINE ScaledSixteen scaled(const WideSixteen& numbers, float scale) { return {&numbers, broadcast(scale)}; }
+
+INLINE void read(const WideSixteen& reader, const int8_t* codes, Floats (&out)[4]) { reader.at(WideSixteen::ordered(codes), out); }
+
+INLINE void read_nibbles(const ScaledSixteen& low, const ScaledSixteen& high, const uint8_t* codes, Floats (&a)[4], Floats (&b)[4]) {
+    const __m256i mask = _mm256_set1_epi8(15), bytes = WideSixteen::ordered(codes);
+    low.numbers->at(_mm256_and_si256(bytes, mask), a);
+    high.numbers->at(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), b);
+    UNROLL for (int i = 0; i < 4; i++) a[i] *= low.scale, b[i] *= high.scale;
+}
+
+// As `ComputedCodes`.
+struct WideComputed {
+    __m128i to_sign, to_exponent;
+    __m256i kept, special, largest = {};  // magnitudes in the highest bits: the least that is no number, and what was read
+    Floats factor;
+
+    WideComputed() = default;
+
+    explicit WideComputed(const Weight& w) : factor(ComputedCodes(w).factor) {
+        int free = 7 - w.mantissa - w.exponent;
+        to_sign = _mm_cvtsi64_si128(free);
+        to_exponent = _mm_cvtsi64_si128(5 - w.exponent);
+        kept = _mm256_set1_epi16((short)(0x8000 | ((1 << (10 + w.exponent)) - 1)));
+        has_special = w.exponent < 5 && w.special < 1 << (w.exponent + w.mantissa);
+        special = _mm256_set1_epi8((char)(w.special << (free + 1)));
+    }
+    bool has_special;
+};
+
+INLINE void read(WideComputed& reader, const int8_t* codes, Floats (&out)[4]) {
+    const __m256i zero = _mm256_setzero_si256();
+    __m256i bytes = _mm256_sll_epi16(_mm256_loadu_si256((const __m256i*)codes), reader.to_sign);
+    reader.largest = _mm256_max_epu8(reader.largest, _mm256_add_epi8(bytes, bytes));
+    alignas(32) __m256i halves[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m256i bits = i ? _mm256_unpackhi_epi8(zero, bytes) : _mm256_unpacklo_epi8(zero, bytes);
+        halves[i] = _mm256_and_si256(_mm256_sra_epi16(bits, reader.to_exponent), reader.kept);
+    }
+    asm("" : "+m"(halves));  // through memory: the port that takes vectors apart is the one that converts them
+    UNROLL for (int i = 0; i < 4; i++) out[i] = (Floats)_mm256_cvtph_ps(((const __m128i*)halves)[i % 2 * 2 + i / 2]) * reader.factor;
+}
+
+INLINE void finish(const WideComputed& reader, Floats& sum) {
+    __m256i lost = _mm256_cmpeq_epi8(_mm256_max_epu8(reader.largest, reader.special), reader.largest);
+    if (reader.has_special && _mm256_movemask_epi8(lost)) sum = broadcast(__builtin_nanf(""));
+}
+
+template <>
+constexpr int VECTORS<WideSixteen> = 4;
+template <>
+constexpr int VECTORS<WideComputed> = 4;
+
+#else
+
+using WideSixteen = Sixteen;
+using WideComputed = ComputedCodes;
+
+#endif
+
 // body(reader) with the reader of row n.
 template <class Body>
 INLINE void with_reader(const Weight& w, int64_t n, const Body& body) {

@@ -84,6 +84,28 @@ INLINE void unpack(const uint8_t* from, const uint8_t* end, int64_t count, int r
     }
 }
 
+// Codes of a row of eight runs, less `center`: each vector of the packed row is read once. Runs have at least WIDTH codes; what
+// is behind the last whole vector of a run is read together with the codes before it.
+template <int BITS>
+void decode_row(const uint8_t* row, int64_t run, uint8_t center, int8_t* out) {
+    for (int64_t i = 0; i < run; i += WIDTH) {
+        if (i > run - WIDTH) i = run - WIDTH;
+        UNROLL for (int item = 0; item < 8; item++) {
+            Bytes code = {};
+            // A code is cut into parts of 4, 2 and 1 bits; a part of p bits fills p runs of bytes.
+            int first = 0;
+            UNROLL for (int part = 4; part; part /= 2) {
+                if (!(BITS & part)) continue;
+                Shorts bits = load<Shorts>(row + (first + item * part / 8) * run + i);
+                int left = first - item % (8 / part) * part;
+                code |= (Bytes)(left < 0 ? bits >> -left : bits << left) & (uint8_t)(((1 << part) - 1) << first);
+                first += part;
+            }
+            store(out + item * run + i, code - center);
+        }
+    }
+}
+
 // Codes from k to k + length of row n, centered; whole vectors are written, those behind the end with anything.
 inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t* out) {
     const uint8_t* row = w.codes + n * w.row_bytes;
@@ -98,6 +120,9 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
         for (int64_t i = 0; center && i < length; i += WIDTH) store(out + i, load<Bytes>(out + i) - center);
         return;
     }
+    using DecodeRow = void (*)(const uint8_t*, int64_t, uint8_t, int8_t*);
+    static constexpr DecodeRow ROWS[] = {nullptr, decode_row<1>, decode_row<2>, decode_row<3>, decode_row<4>, decode_row<5>, decode_row<6>, decode_row<7>};
+    if (!k && length == w.k && w.k % 8 == 0 && w.k >= 8 * WIDTH) return ROWS[w.bits](row, w.k / 8, center, out);
     // Codes lie in eight runs.
     int64_t run = (w.k + 7) / 8, stop = k + length, item = 0, from = 0;
     const uint8_t* end = row + run * w.bits;
