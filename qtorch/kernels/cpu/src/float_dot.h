@@ -19,7 +19,7 @@ constexpr int dot_width(int m) {
 }
 
 struct DotInput {
-    const float* x;     // (M, ld), zero beyond K
+    float* x;           // (M, ld), zero beyond K
     const float* sums;  // (M, groups) of x
     int64_t ld;
 };
@@ -125,7 +125,7 @@ struct GroupEdge {
 template <int R, int M, class Numbers>
 void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* codes, Ahead ahead, const DotInput& in,
                   const float* scale, const float* offset, float* result) {
-    constexpr int V = VECTORS<Numbers>, LINES = (R * V * LANES + 63) / 64;
+    constexpr int LINES = (R * LANES + 63) / 64;
     int64_t groups = w.groups, run = w.k / 8;
     Floats total[R][M] = {};
     for (int64_t start = 0; start < w.k; start += 2 * run) {
@@ -134,20 +134,19 @@ void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* 
         for (int64_t k = 0; k < run;) {
             int64_t columns = first.left < second.left ? first.left : second.left;
             int64_t stop = k + columns < run ? k + columns : run;
-            decltype(scaled(*numbers, 1)) low[R], high[R];
+            Numbers low[R], high[R];
             UNROLL for (int r = 0; r < R; r++) {
-                low[r] = scaled(numbers[r], scale[r * groups + first.group]);
-                high[r] = scaled(numbers[r], scale[r * groups + second.group]);
+                low[r] = Numbers(numbers[r], scale[r * groups + first.group]);
+                high[r] = Numbers(numbers[r], scale[r * groups + second.group]);
             }
-            for (; k < stop; k += V * LANES) {
+            for (; k < stop; k += LANES) {
                 ahead.fetch<LINES>();
                 UNROLL for (int r = 0; r < R; r++) {
-                    Floats a[V], b[V];
-                    read_nibbles(low[r], high[r], (const uint8_t*)codes[r] + start / 2 + k, a, b);
-                    UNROLL for (int i = 0; i < V * M; i++) {
-                        const float* p = x + i % M * in.ld + k + i / M * LANES;
-                        Floats& sum = total[r][i % M];
-                        sum = fma(b[i / M], load<Floats>(p + run), fma(a[i / M], load<Floats>(p), sum));
+                    Ints bytes = widen((const uint8_t*)codes[r] + start / 2 + k);
+                    Floats a = low[r].low(bytes), b = high[r].low(bytes >> 4);
+                    UNROLL for (int m = 0; m < M; m++) {
+                        const float* p = x + m * in.ld + k;
+                        total[r][m] = fma(b, load<Floats>(p + run), fma(a, load<Floats>(p), total[r][m]));
                     }
                 }
             }
@@ -212,19 +211,18 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
 
 template <int M>
 void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) {
-    constexpr int64_t WIDE = VECTORS<WideSixteen> * LANES;
-    auto nibbles = [&](int64_t step) { return w.bits == 4 && w.k % (8 * step) == 0 && w.group % step == 0; };
+    bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, few = w.values_count <= 16;
+    bool wide = VECTORS<WideSixteen> > 1 && w.group % (VECTORS<WideSixteen> * LANES) == 0;
     auto table = [&](int64_t n) { return w.values + n * w.values_stride; };
     auto sixteen = [&](int64_t n) { return Sixteen(table(n)); };
-    auto wide_sixteen = [&](int64_t n) { return WideSixteen(table(n)); };
-    bool wide = w.group % WIDE == 0, few = w.values_count <= 16;
-    if (!w.values && nibbles(LANES)) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
+    if (!w.values && nibbles) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
     else if (!w.values) dot_rows<M, false>(w, in, y, threads, [](int64_t) { return IntegerCodes{}; });
-    else if (nibbles(WIDE)) dot_rows<M, true>(w, in, y, threads, wide_sixteen);
     else if (w.exponent && wide) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
     else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return ComputedCodes(w); });
-    else if (few && wide) dot_rows<M, false>(w, in, y, threads, wide_sixteen);
-    else if (nibbles(LANES)) dot_rows<M, true>(w, in, y, threads, sixteen);
+    else if (few && wide) {
+        order_columns<WideSixteen>(in.x, M * in.ld);
+        dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return WideSixteen(table(n)); });
+    } else if (nibbles) dot_rows<M, true>(w, in, y, threads, sixteen);
     else if (few) dot_rows<M, false>(w, in, y, threads, sixteen);
     else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{table(n)}; });
 }

@@ -128,8 +128,7 @@ struct LoadedCodes {
     INLINE Floats at(const int8_t* codes) const { return look_up(numbers, widen((const uint8_t*)codes)); }
 };
 
-// How many vectors a reader gives at once: `read` gives them, and `read_nibbles` those of the low and of the high halves of
-// bytes, times a scale each.
+// How many vectors of numbers `read` gives at once.
 template <class Reader>
 constexpr int VECTORS = 1;
 
@@ -138,16 +137,9 @@ INLINE void read(Reader& reader, const int8_t* codes, Floats (&out)[1]) {
     out[0] = reader.at(codes);
 }
 
-template <class Numbers>
-INLINE void read_nibbles(const Numbers& low, const Numbers& high, const uint8_t* codes, Floats (&a)[1], Floats (&b)[1]) {
-    Ints bytes = widen(codes);
-    a[0] = low.low(bytes), b[0] = high.low(bytes >> 4);
-}
-
-template <class Numbers>
-INLINE Numbers scaled(const Numbers& numbers, float scale) {
-    return Numbers(numbers, scale);
-}
+// Columns of x in the order in which `read` gives those of codes.
+template <class Reader>
+INLINE void order_columns(float*, int64_t) {}
 
 // What is left to do with a sum when all codes of a row are read.
 template <class Reader>
@@ -172,42 +164,34 @@ struct WideSixteen {
         planes[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
         planes[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
     }
+};
 
-    // Of bytes below 16 that `ordered` gave.
-    INLINE void at(__m256i codes, Floats (&out)[4]) const {
-        const __m256i* p = planes;
-        asm("" : "+r"(p));  // they are read again: keeping them would take registers
-        __m256i bytes[4];
-        UNROLL for (int i = 0; i < 4; i++) bytes[i] = _mm256_shuffle_epi8(p[i], codes);
+template <>
+constexpr int VECTORS<WideSixteen> = 4;
+
+INLINE void read(const WideSixteen& reader, const int8_t* codes, Floats (&out)[4]) {
+    const __m256i* planes = reader.planes;
+    asm("" : "+r"(planes));  // they are read again: keeping them would take registers
+    __m256i bytes[4];
+    UNROLL for (int i = 0; i < 4; i++) bytes[i] = _mm256_shuffle_epi8(planes[i], _mm256_loadu_si256((const __m256i*)codes));
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m256i low = i ? _mm256_unpackhi_epi8(bytes[0], bytes[1]) : _mm256_unpacklo_epi8(bytes[0], bytes[1]);
+        __m256i high = i ? _mm256_unpackhi_epi8(bytes[2], bytes[3]) : _mm256_unpacklo_epi8(bytes[2], bytes[3]);
+        out[2 * i] = (Floats)_mm256_unpacklo_epi16(low, high);
+        out[2 * i + 1] = (Floats)_mm256_unpackhi_epi16(low, high);
+    }
+}
+
+template <>
+INLINE void order_columns<WideSixteen>(float* x, int64_t count) {
+    for (; count > 0; x += WIDTH, count -= WIDTH) {
+        __m256 v[4];
+        UNROLL for (int i = 0; i < 4; i++) v[i] = _mm256_loadu_ps(x + 8 * i);
         UNROLL for (int i = 0; i < 2; i++) {
-            __m256i low = i ? _mm256_unpackhi_epi8(bytes[0], bytes[1]) : _mm256_unpacklo_epi8(bytes[0], bytes[1]);
-            __m256i high = i ? _mm256_unpackhi_epi8(bytes[2], bytes[3]) : _mm256_unpacklo_epi8(bytes[2], bytes[3]);
-            out[i] = (Floats)_mm256_unpacklo_epi16(low, high);
-            out[2 + i] = (Floats)_mm256_unpackhi_epi16(low, high);
+            _mm256_storeu_ps(x + 16 * i, _mm256_permute2f128_ps(v[i], v[i + 2], 0x20));
+            _mm256_storeu_ps(x + 16 * i + 8, _mm256_permute2f128_ps(v[i], v[i + 2], 0x31));
         }
     }
-
-    // WIDTH bytes, such that those whose numbers `at` puts together are neighbours. Loads cost less than a permutation.
-    static INLINE __m256i ordered(const void* codes) {
-        auto from = [&](int i) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)((const char*)codes + i))); };
-        return _mm256_blend_epi32(_mm256_blend_epi32(from(0), from(4), 0xf0), _mm256_blend_epi32(from(12), from(16), 0xf0), 0xaa);
-    }
-};
-
-struct ScaledSixteen {
-    const WideSixteen* numbers;
-    Floats scale;
-};
-
-INLINE ScaledSixteen scaled(const WideSixteen& numbers, float scale) { return {&numbers, broadcast(scale)}; }
-
-INLINE void read(const WideSixteen& reader, const int8_t* codes, Floats (&out)[4]) { reader.at(WideSixteen::ordered(codes), out); }
-
-INLINE void read_nibbles(const ScaledSixteen& low, const ScaledSixteen& high, const uint8_t* codes, Floats (&a)[4], Floats (&b)[4]) {
-    const __m256i mask = _mm256_set1_epi8(15), bytes = WideSixteen::ordered(codes);
-    low.numbers->at(_mm256_and_si256(bytes, mask), a);
-    high.numbers->at(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), b);
-    UNROLL for (int i = 0; i < 4; i++) a[i] *= low.scale, b[i] *= high.scale;
 }
 
 // As `ComputedCodes`.
@@ -215,19 +199,22 @@ struct WideComputed {
     __m128i to_sign, to_exponent;
     __m256i kept, special, largest = {};  // magnitudes in the highest bits: the least that is no number, and what was read
     Floats factor;
+    bool has_special;
 
     WideComputed() = default;
 
-    explicit WideComputed(const Weight& w) : factor(ComputedCodes(w).factor) {
+    explicit WideComputed(const Weight& w)
+        : factor(ComputedCodes(w).factor), has_special(w.exponent < 5 && w.special < 1 << (w.exponent + w.mantissa)) {
         int free = 7 - w.mantissa - w.exponent;
         to_sign = _mm_cvtsi64_si128(free);
         to_exponent = _mm_cvtsi64_si128(5 - w.exponent);
         kept = _mm256_set1_epi16((short)(0x8000 | ((1 << (10 + w.exponent)) - 1)));
-        has_special = w.exponent < 5 && w.special < 1 << (w.exponent + w.mantissa);
         special = _mm256_set1_epi8((char)(w.special << (free + 1)));
     }
-    bool has_special;
 };
+
+template <>
+constexpr int VECTORS<WideComputed> = 4;
 
 INLINE void read(WideComputed& reader, const int8_t* codes, Floats (&out)[4]) {
     const __m256i zero = _mm256_setzero_si256();
@@ -246,11 +233,6 @@ INLINE void finish(const WideComputed& reader, Floats& sum) {
     __m256i lost = _mm256_cmpeq_epi8(_mm256_max_epu8(reader.largest, reader.special), reader.largest);
     if (reader.has_special && _mm256_movemask_epi8(lost)) sum = broadcast(__builtin_nanf(""));
 }
-
-template <>
-constexpr int VECTORS<WideSixteen> = 4;
-template <>
-constexpr int VECTORS<WideComputed> = 4;
 
 #else
 
