@@ -3,6 +3,7 @@
 //     w[n, k] = c[n, k] * scale[n, g] + offset[n, g],    c = code - center, a signed byte, g = k / group
 #pragma once
 
+#include "float8.h"
 #include "number.h"
 
 namespace {
@@ -215,9 +216,10 @@ inline void read_scales(const Weight& w, int64_t at, int64_t count, float* scale
     if (!w.scale_values) return to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, count, scale);
     const uint8_t* codes = (const uint8_t*)w.scale + at;
     float mean = w.scale_mean, least = w.scale_is_positive ? __FLT_MIN__ : -__builtin_inff();
-    // Integers are converted, which is faster than to look them up; the code 1 is 1 for no other type.
-    bool is_integer = w.scale_values[1] == 1, is_signed = w.scale_values[255] < 0;
+    // Integers and float8_e4m3 are converted, which is faster than to look them up; a code tells each from other types.
+    bool is_integer = w.scale_values[1] == 1, is_signed = w.scale_values[255] < 0, is_e4m3 = w.scale_values[126] == E4M3_FORMAT.largest;
     auto numbers = [&](const uint8_t* p) {
+        if (is_e4m3) return from_float8(E4M3_FORMAT, p);
         Ints bits = is_integer && is_signed ? widen((const int8_t*)p) : widen(p);
         return is_integer ? to_floats(bits) : look_up(w.scale_values, bits);
     };
