@@ -212,17 +212,20 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
 template <int M>
 void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) {
     bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, few = w.values_count <= 16;
-    bool wide = VECTORS<WideSixteen> > 1 && w.group % (VECTORS<WideSixteen> * LANES) == 0;
     auto table = [&](int64_t n) { return w.values + n * w.values_stride; };
     auto sixteen = [&](int64_t n) { return Sixteen(table(n)); };
+    if constexpr (VECTORS<WideSixteen> > 1) {
+        bool wide = w.values && w.group % WIDTH == 0;
+        if (wide && few) {
+            order_columns<WideSixteen>(in.x, M * in.ld);
+            return dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return WideSixteen(table(n)); });
+        }
+        if (wide && w.exponent) return dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
+    }
     if (!w.values && nibbles) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
     else if (!w.values) dot_rows<M, false>(w, in, y, threads, [](int64_t) { return IntegerCodes{}; });
-    else if (w.exponent && wide) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
+    else if (nibbles) dot_rows<M, true>(w, in, y, threads, sixteen);
     else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return ComputedCodes(w); });
-    else if (few && wide) {
-        order_columns<WideSixteen>(in.x, M * in.ld);
-        dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return WideSixteen(table(n)); });
-    } else if (nibbles) dot_rows<M, true>(w, in, y, threads, sixteen);
     else if (few) dot_rows<M, false>(w, in, y, threads, sixteen);
     else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{table(n)}; });
 }

@@ -128,7 +128,7 @@ struct LoadedCodes {
     INLINE Floats at(const int8_t* codes) const { return look_up(numbers, widen((const uint8_t*)codes)); }
 };
 
-// How many vectors of numbers `read` gives at once.
+// How many vectors of numbers `read` gives at once: one, or those of WIDTH bytes.
 template <class Reader>
 constexpr int VECTORS = 1;
 
@@ -147,9 +147,9 @@ INLINE void finish(const Reader&, Floats&) {}
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 
-// As `Sixteen`. A permutation of floats takes four times as long as one of bytes, and gives a quarter as many.
+// As `Sixteen`. A permutation of floats takes four times as long as one of bytes, on a Zen 2.
 struct WideSixteen {
-    __m256i planes[4];  // a byte of each number
+    __m256i planes[4];  // a byte of each number, twice
 
     WideSixteen() = default;
 
@@ -194,22 +194,20 @@ INLINE void order_columns<WideSixteen>(float* x, int64_t count) {
     }
 }
 
-// As `ComputedCodes`.
+// As `ComputedCodes`. Codes that are no numbers are found when all of a row are read.
 struct WideComputed {
     __m128i to_sign, to_exponent;
-    __m256i kept, special, largest = {};  // magnitudes in the highest bits: the least that is no number, and what was read
+    __m256i kept, special, largest = {};  // magnitudes in the highest bits: the least that is no number, and the largest so far
     Floats factor;
-    bool has_special;
 
     WideComputed() = default;
 
-    explicit WideComputed(const Weight& w)
-        : factor(ComputedCodes(w).factor), has_special(w.exponent < 5 && w.special < 1 << (w.exponent + w.mantissa)) {
-        int free = 7 - w.mantissa - w.exponent;
-        to_sign = _mm_cvtsi64_si128(free);
+    explicit WideComputed(const Weight& w) : factor(ComputedCodes(w).factor) {
+        int64_t unused = 7 - w.mantissa - w.exponent, least = w.special << (unused + 1);
+        to_sign = _mm_cvtsi64_si128(unused);
         to_exponent = _mm_cvtsi64_si128(5 - w.exponent);
         kept = _mm256_set1_epi16((short)(0x8000 | ((1 << (10 + w.exponent)) - 1)));
-        special = _mm256_set1_epi8((char)(w.special << (free + 1)));
+        special = _mm256_set1_epi8((char)(w.exponent < 5 && least < 256 ? least : 255));
     }
 };
 
@@ -231,7 +229,7 @@ INLINE void read(WideComputed& reader, const int8_t* codes, Floats (&out)[4]) {
 
 INLINE void finish(const WideComputed& reader, Floats& sum) {
     __m256i lost = _mm256_cmpeq_epi8(_mm256_max_epu8(reader.largest, reader.special), reader.largest);
-    if (reader.has_special && _mm256_movemask_epi8(lost)) sum = broadcast(__builtin_nanf(""));
+    if (_mm256_movemask_epi8(lost)) sum = broadcast(__builtin_nanf(""));
 }
 
 #else

@@ -85,15 +85,15 @@ INLINE void unpack(const uint8_t* from, const uint8_t* end, int64_t count, int r
     }
 }
 
-// Codes of a row of eight runs, less `center`: each vector of the packed row is read once. Runs have at least WIDTH codes; what
-// is behind the last whole vector of a run is read together with the codes before it.
+// Codes of a whole row, less `center`: each vector of its eight runs is read once. Runs have at least WIDTH codes; what is behind
+// the last whole vector of a run is read together with the codes before it. A code is cut into parts of 4, 2 and 1 bits; a part
+// of p bits fills p runs of bytes.
 template <int BITS>
 void decode_row(const uint8_t* row, int64_t run, uint8_t center, int8_t* out) {
     for (int64_t i = 0; i < run; i += WIDTH) {
         if (i > run - WIDTH) i = run - WIDTH;
         UNROLL for (int item = 0; item < 8; item++) {
             Bytes code = {};
-            // A code is cut into parts of 4, 2 and 1 bits; a part of p bits fills p runs of bytes.
             int first = 0;
             UNROLL for (int part = 4; part; part /= 2) {
                 if (!(BITS & part)) continue;
@@ -148,8 +148,7 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
             unpack(row + item / 2 * run + start, end, count, item % 2 * 4, 15, [&](int64_t i, Bytes v) { store(to + i, v - center); });
             continue;
         }
-        // A code is cut into parts of 4, 2 and 1 bits; a part of p bits fills p runs of bytes.
-        int64_t first = 0;
+        int64_t first = 0;  // of the parts, the lowest bit
         for (int64_t part = 4; part; part /= 2) {
             if (!(w.bits & part)) continue;
             const uint8_t* at = row + (first + item * part / 8) * run + start;
