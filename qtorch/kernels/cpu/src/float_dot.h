@@ -157,6 +157,36 @@ void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* 
     finish_block(total, nullptr, offset, in.sums, groups, result);
 }
 
+// The same where vectors of one group are read together: their sum is scaled. The low halves of all rows come before the high
+// ones, because the vectors of a row wait for one another.
+template <int R, int M, class Reader>
+void wide_nibble_block(const Weight& w, const Reader* readers, const int8_t* const* codes, Ahead ahead, const DotInput& in,
+                       const float* scale, const float* offset, float* result) {
+    constexpr int V = VECTORS<Reader>, LINES = (R * V * LANES + 63) / 64;
+    int64_t groups = w.groups, run = w.k / 8;
+    Floats total[R][M] = {};
+    for (int64_t start = 0; start < w.k; start += 2 * run) {
+        GroupEdge edges[2] = {{start, w.group}, {start + run, w.group}};
+        for (int64_t k = 0; k < run; k += V * LANES) {
+            ahead.fetch<LINES>();
+            UNROLL for (int half = 0; half < 2; half++) {
+                UNROLL for (int r = 0; r < R; r++) {
+                    Floats c[V], s = broadcast(scale[r * groups + edges[half].group]);
+                    read_half(readers[r], codes[r] + start / 2 + k, half, c);
+                    UNROLL for (int m = 0; m < M; m++) {
+                        const float* x = in.x + m * in.ld + start + half * run + k;
+                        Floats part = c[0] * load<Floats>(x);
+                        UNROLL for (int v = 1; v < V; v++) part = fma(c[v], load<Floats>(x + v * LANES), part);
+                        total[r][m] = fma(part, s, total[r][m]);
+                    }
+                }
+                edges[half].pass(V * LANES);
+            }
+        }
+    }
+    finish_block(total, nullptr, offset, in.sums, groups, result);
+}
+
 inline float sum_of(const float* a, int64_t length) {
     Floats total = {};
     float rest = 0;
@@ -176,7 +206,8 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
     // Rows are read in place, except for codes that have to be decoded, and rows near the end of the tensor.
     bool direct = NIBBLES || (!w.bits && !w.center);
     auto block = [] {
-        if constexpr (NIBBLES) return [](bool) { return nibble_block<R, M, Reader>; };
+        if constexpr (NIBBLES && VECTORS<Reader> > 1) return [](bool) { return wide_nibble_block<R, M, Reader>; };
+        else if constexpr (NIBBLES) return [](bool) { return nibble_block<R, M, Reader>; };
         else return [](bool sums) { return sums ? dot_block<R, M, true, Reader> : dot_block<R, M, false, Reader>; };
     }()(scale_sums);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
@@ -218,7 +249,9 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
         bool wide = w.values && w.group % WIDTH == 0;
         if (wide && few) {
             order_columns<WideSixteen>(in.x, M * in.ld);
-            return dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return WideSixteen(table(n)); });
+            auto reader = [&](int64_t n) { return WideSixteen(table(n)); };
+            if (w.bits == 4 && w.group < 256 && w.k % (8 * WIDTH) == 0) return dot_rows<M, true>(w, in, y, threads, reader);
+            return dot_rows<M, false>(w, in, y, threads, reader);
         }
         if (wide && w.exponent) return dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
     }

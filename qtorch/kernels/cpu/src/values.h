@@ -164,22 +164,33 @@ struct WideSixteen {
         planes[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
         planes[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
     }
+
+    INLINE void at(__m256i codes, Floats (&out)[4]) const {
+        const __m256i* p = planes;
+        asm("" : "+r"(p));  // they are read again: keeping them would take registers
+        __m256i bytes[4];
+        UNROLL for (int i = 0; i < 4; i++) bytes[i] = _mm256_shuffle_epi8(p[i], codes);
+        UNROLL for (int i = 0; i < 2; i++) {
+            __m256i low = i ? _mm256_unpackhi_epi8(bytes[0], bytes[1]) : _mm256_unpacklo_epi8(bytes[0], bytes[1]);
+            __m256i high = i ? _mm256_unpackhi_epi8(bytes[2], bytes[3]) : _mm256_unpacklo_epi8(bytes[2], bytes[3]);
+            out[2 * i] = (Floats)_mm256_unpacklo_epi16(low, high);
+            out[2 * i + 1] = (Floats)_mm256_unpackhi_epi16(low, high);
+        }
+    }
 };
 
 template <>
 constexpr int VECTORS<WideSixteen> = 4;
 
 INLINE void read(const WideSixteen& reader, const int8_t* codes, Floats (&out)[4]) {
-    const __m256i* planes = reader.planes;
-    asm("" : "+r"(planes));  // they are read again: keeping them would take registers
-    __m256i bytes[4];
-    UNROLL for (int i = 0; i < 4; i++) bytes[i] = _mm256_shuffle_epi8(planes[i], _mm256_loadu_si256((const __m256i*)codes));
-    UNROLL for (int i = 0; i < 2; i++) {
-        __m256i low = i ? _mm256_unpackhi_epi8(bytes[0], bytes[1]) : _mm256_unpacklo_epi8(bytes[0], bytes[1]);
-        __m256i high = i ? _mm256_unpackhi_epi8(bytes[2], bytes[3]) : _mm256_unpacklo_epi8(bytes[2], bytes[3]);
-        out[2 * i] = (Floats)_mm256_unpacklo_epi16(low, high);
-        out[2 * i + 1] = (Floats)_mm256_unpackhi_epi16(low, high);
-    }
+    reader.at(_mm256_loadu_si256((const __m256i*)codes), out);
+}
+
+// Of packed 4-bit codes, those in the low or the high halves of bytes.
+INLINE void read_half(const WideSixteen& reader, const int8_t* codes, int half, Floats (&out)[4]) {
+    asm("" : "+r"(codes));  // as above
+    __m256i bytes = _mm256_loadu_si256((const __m256i*)codes);
+    reader.at(_mm256_and_si256(half ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15)), out);
 }
 
 template <>
