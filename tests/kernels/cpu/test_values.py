@@ -135,11 +135,11 @@ def test_gradients_against_exact_arithmetic(build: str, name: str) -> None:
         assert_same_product(x.grad, grad @ exact, grad, exact.t())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1", "NF4", "tables of 4 bits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1", "NF4", "tables of 2 bits", "tables of 4 bits"])
 @NEEDS_LIBRARY
-def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
-    """The result is rounded once; F.linear takes a weight that is rounded to the dtype, too."""
+def test_size_of_errors(name: str, dtype: torch.dtype) -> None:
+    """The result is rounded once, after sums in fp32; F.linear takes a weight that is rounded to the dtype, too."""
     unit = torch.finfo(dtype).eps / 2
     for weight, rows in itertools.product(weights(name), (1, 8, 100)):
         x, weight = torch.randn(rows, weight.shape[1]).to(dtype), weight.to(dtype)
