@@ -98,8 +98,9 @@ void decode_row(const uint8_t* row, int64_t run, uint8_t center, int8_t* out) {
             UNROLL for (int part = 4; part; part /= 2) {
                 if (!(BITS & part)) continue;
                 Shorts bits = load<Shorts>(row + (first + item * part / 8) * run + i);
+                uint8_t mask = ((1 << part) - 1) << first;
                 int left = first - item % (8 / part) * part;
-                code |= (Bytes)(left < 0 ? bits >> -left : bits << left) & (uint8_t)(((1 << part) - 1) << first);
+                code |= (Bytes)(left < 0 ? bits >> -left : bits << left) & mask;
                 first += part;
             }
             store(out + item * run + i, code - center);
