@@ -19,7 +19,7 @@ constexpr int dot_width(int m) {
 }
 
 struct DotInput {
-    const float* x;     // (M, ld), zero beyond K
+    float* x;           // (M, ld), zero beyond K
     const float* sums;  // (M, groups) of x
     int64_t ld;
 };
@@ -75,26 +75,34 @@ struct Ahead {
 template <int R, int M, bool SCALE_SUMS, class Reader>
 void dot_block(const Weight& w, const Reader* readers, const int8_t* const* codes, Ahead ahead, const DotInput& in,
                const float* scale, const float* offset, float* result) {
-    constexpr int LINES = (R * LANES + 63) / 64;
+    constexpr int V = VECTORS<Reader>, LINES = (R * V * LANES + 63) / 64;
     int64_t groups = w.groups;
+    Reader row[R];
+    UNROLL for (int r = 0; r < R; r++) row[r] = readers[r];
     Floats total[R][M] = {};
     for (int64_t g = 0; g < groups; g++) {
         int64_t start = g * w.group, stop = start + w.group;
         Floats s[R], part[R][M] = {};
         UNROLL for (int r = 0; r < R; r++) s[r] = broadcast(scale[r * groups + g]);
         auto& sums = *(SCALE_SUMS ? &part : &total);
-        for (int64_t k = start; k < stop; k += LANES) {
+        for (int64_t k = start; k < stop; k += V * LANES) {
             ahead.fetch<LINES>();
             UNROLL for (int r = 0; r < R; r++) {
-                Floats c = readers[r].at(codes[r] + k);
-                if (!SCALE_SUMS) c *= s[r];
-                UNROLL for (int m = 0; m < M; m++) sums[r][m] = fma(c, load<Floats>(in.x + m * in.ld + k), sums[r][m]);
+                Floats c[V];
+                read(row[r], codes[r] + k, c);
+                UNROLL for (int v = 0; v < V; v++) {
+                    const float* p = in.x + k + v * LANES;
+                    if (!SCALE_SUMS) c[v] *= s[r];
+                    UNROLL for (int m = 0; m < M; m++) sums[r][m] = fma(c[v], load<Floats>(p + m * in.ld), sums[r][m]);
+                }
             }
         }
         if (!SCALE_SUMS) continue;
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int m = 0; m < M; m++) total[r][m] = fma(part[r][m], s[r], total[r][m]);
     }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int m = 0; m < M; m++) finish(row[r], total[r][m]);
     finish_block(total, nullptr, offset, in.sums, groups, result);
 }
 
@@ -149,6 +157,36 @@ void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* 
     finish_block(total, nullptr, offset, in.sums, groups, result);
 }
 
+// The same where vectors of one group are read together: their sum is scaled. The low halves of all rows come before the high
+// ones, because the vectors of a row wait for one another.
+template <int R, int M, class Reader>
+void wide_nibble_block(const Weight& w, const Reader* readers, const int8_t* const* codes, Ahead ahead, const DotInput& in,
+                       const float* scale, const float* offset, float* result) {
+    constexpr int V = VECTORS<Reader>, LINES = (R * V * LANES + 63) / 64;
+    int64_t groups = w.groups, run = w.k / 8;
+    Floats total[R][M] = {};
+    for (int64_t start = 0; start < w.k; start += 2 * run) {
+        GroupEdge edges[2] = {{start, w.group}, {start + run, w.group}};
+        for (int64_t k = 0; k < run; k += V * LANES) {
+            ahead.fetch<LINES>();
+            UNROLL for (int half = 0; half < 2; half++) {
+                UNROLL for (int r = 0; r < R; r++) {
+                    Floats c[V], s = broadcast(scale[r * groups + edges[half].group]);
+                    read_half(readers[r], codes[r] + start / 2 + k, half, c);
+                    UNROLL for (int m = 0; m < M; m++) {
+                        const float* x = in.x + m * in.ld + start + half * run + k;
+                        Floats part = c[0] * load<Floats>(x);
+                        UNROLL for (int v = 1; v < V; v++) part = fma(c[v], load<Floats>(x + v * LANES), part);
+                        total[r][m] = fma(part, s, total[r][m]);
+                    }
+                }
+                edges[half].pass(V * LANES);
+            }
+        }
+    }
+    finish_block(total, nullptr, offset, in.sums, groups, result);
+}
+
 inline float sum_of(const float* a, int64_t length) {
     Floats total = {};
     float rest = 0;
@@ -168,7 +206,8 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
     // Rows are read in place, except for codes that have to be decoded, and rows near the end of the tensor.
     bool direct = NIBBLES || (!w.bits && !w.center);
     auto block = [] {
-        if constexpr (NIBBLES) return [](bool) { return nibble_block<R, M, Reader>; };
+        if constexpr (NIBBLES && VECTORS<Reader> > 1) return [](bool) { return wide_nibble_block<R, M, Reader>; };
+        else if constexpr (NIBBLES) return [](bool) { return nibble_block<R, M, Reader>; };
         else return [](bool sums) { return sums ? dot_block<R, M, true, Reader> : dot_block<R, M, false, Reader>; };
     }()(scale_sums);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
@@ -193,7 +232,7 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
                 scales(w, n, scale + r * groups);
                 if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
             }
-            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * LANES / (NIBBLES ? w.k / 2 : w.k)};
+            Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * VECTORS<Reader> * LANES / (NIBBLES ? w.k / 2 : w.k)};
             block(w, readers, codes, ahead, in, scale, offset, result);
             int64_t count = w.n - task * R < R ? w.n - task * R : R;
             y.write_transposed(M, task * R, count, result, M);
@@ -203,14 +242,25 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
 
 template <int M>
 void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) {
-    bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0;
-    auto sixteen = [&](int64_t n) { return Sixteen(w.values + n * w.values_stride); };
+    bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, few = w.values_count <= 16;
+    auto table = [&](int64_t n) { return w.values + n * w.values_stride; };
+    auto sixteen = [&](int64_t n) { return Sixteen(table(n)); };
+    if constexpr (VECTORS<WideSixteen> > 1) {
+        bool wide = w.values && w.group % WIDTH == 0;
+        if (wide && few) {
+            order_columns<WideSixteen>(in.x, M * in.ld);
+            auto reader = [&](int64_t n) { return WideSixteen(table(n)); };
+            if (w.bits == 4 && w.group < 256 && w.k % (8 * WIDTH) == 0) return dot_rows<M, true>(w, in, y, threads, reader);
+            return dot_rows<M, false>(w, in, y, threads, reader);
+        }
+        if (wide && w.exponent) return dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
+    }
     if (!w.values && nibbles) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
     else if (!w.values) dot_rows<M, false>(w, in, y, threads, [](int64_t) { return IntegerCodes{}; });
     else if (nibbles) dot_rows<M, true>(w, in, y, threads, sixteen);
     else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return ComputedCodes(w); });
-    else if (w.values_count <= 16) dot_rows<M, false>(w, in, y, threads, sixteen);
-    else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{w.values + n * w.values_stride}; });
+    else if (few) dot_rows<M, false>(w, in, y, threads, sixteen);
+    else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{table(n)}; });
 }
 
 inline void multiply_dot(const Weight& w, const Input& x, const Output& y, int64_t threads) {

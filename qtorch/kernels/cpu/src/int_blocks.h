@@ -107,7 +107,7 @@ struct BlockRows {
 inline BlockRows block_rows(const BlockProduct& q, int64_t groups) {
     static thread_local Scratch code_scratch, start_scratch, scale_scratch;
     float* scale = scale_scratch.get<float>(q.m * groups);
-    int32_t* start = start_scratch.get<int32_t>(q.m * groups);
+    int32_t* start = start_scratch.get<int32_t>(UNIT_CODES > 1 ? q.m * groups : 0);  // fp32 products start from zero
     parallel_for(q.m, q.threads, [&](int64_t m) {
         for (int64_t g = 0; g < groups; g++) {
             scale[m * groups + g] = q.x_scale[m / q.x_rows * q.x_scale_row_step + g / q.x_groups * q.x_scale_column_step];

@@ -79,12 +79,18 @@ inline void to_float(const void* from, int64_t type, int64_t count, float* to) {
             for (; i + LANES <= count; i += LANES) store(to + i, to_floats(widen((const int8_t*)from + i)));
             for (; i < count; i++) to[i] = ((const int8_t*)from)[i];
             return;
-        case EXPONENT:
+        case EXPONENT: {
+            auto p = (const uint8_t*)from;
+            for (; i + LANES <= count; i += LANES) {
+                Ints byte = widen(p + i);
+                store(to + i, byte << 23 | (((byte == 0) | (byte == 255)) & 1 << 22));
+            }
             for (; i < count; i++) {
-                uint32_t byte = ((const uint8_t*)from)[i], bits = byte == 255 ? 0x7fc00000 : byte ? byte << 23 : 1 << 22;
+                uint32_t bits = p[i] << 23 | (p[i] == 0 || p[i] == 255) << 22;
                 memcpy(to + i, &bits, 4);
             }
             return;
+        }
         default:
             for (; i + LANES <= count; i += LANES) store(to + i, to_floats(widen((const uint8_t*)from + i)));
             for (; i < count; i++) to[i] = ((const uint8_t*)from)[i];

@@ -128,6 +128,128 @@ struct LoadedCodes {
     INLINE Floats at(const int8_t* codes) const { return look_up(numbers, widen((const uint8_t*)codes)); }
 };
 
+// How many vectors of numbers `read` gives at once: one, or those of WIDTH bytes.
+template <class Reader>
+constexpr int VECTORS = 1;
+
+template <class Reader>
+INLINE void read(Reader& reader, const int8_t* codes, Floats (&out)[1]) {
+    out[0] = reader.at(codes);
+}
+
+// Columns of x in the order in which `read` gives those of codes.
+template <class Reader>
+INLINE void order_columns(float*, int64_t) {}
+
+// What is left to do with a sum when all codes of a row are read.
+template <class Reader>
+INLINE void finish(const Reader&, Floats&) {}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// As `Sixteen`. A permutation of floats takes four times as long as one of bytes, on a Zen 2.
+struct WideSixteen {
+    __m256i planes[4];  // a byte of each number, twice
+
+    WideSixteen() = default;
+
+    explicit WideSixteen(const float* table) {
+        const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        __m128i four[4];
+        UNROLL for (int i = 0; i < 4; i++) four[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i*)table + i), order);
+        __m128i a = _mm_unpacklo_epi32(four[0], four[1]), b = _mm_unpacklo_epi32(four[2], four[3]);
+        __m128i c = _mm_unpackhi_epi32(four[0], four[1]), d = _mm_unpackhi_epi32(four[2], four[3]);
+        planes[0] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b));
+        planes[1] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b));
+        planes[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
+        planes[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
+    }
+
+    INLINE void at(__m256i codes, Floats (&out)[4]) const {
+        const __m256i* p = planes;
+        asm("" : "+r"(p));  // they are read again: keeping them would take registers
+        __m256i bytes[4];
+        UNROLL for (int i = 0; i < 4; i++) bytes[i] = _mm256_shuffle_epi8(p[i], codes);
+        UNROLL for (int i = 0; i < 2; i++) {
+            __m256i low = i ? _mm256_unpackhi_epi8(bytes[0], bytes[1]) : _mm256_unpacklo_epi8(bytes[0], bytes[1]);
+            __m256i high = i ? _mm256_unpackhi_epi8(bytes[2], bytes[3]) : _mm256_unpacklo_epi8(bytes[2], bytes[3]);
+            out[2 * i] = (Floats)_mm256_unpacklo_epi16(low, high);
+            out[2 * i + 1] = (Floats)_mm256_unpackhi_epi16(low, high);
+        }
+    }
+};
+
+template <>
+constexpr int VECTORS<WideSixteen> = 4;
+
+INLINE void read(const WideSixteen& reader, const int8_t* codes, Floats (&out)[4]) {
+    reader.at(_mm256_loadu_si256((const __m256i*)codes), out);
+}
+
+// Of packed 4-bit codes, those in the low or the high halves of bytes.
+INLINE void read_half(const WideSixteen& reader, const int8_t* codes, int half, Floats (&out)[4]) {
+    asm("" : "+r"(codes));  // as above
+    __m256i bytes = _mm256_loadu_si256((const __m256i*)codes);
+    reader.at(_mm256_and_si256(half ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15)), out);
+}
+
+template <>
+INLINE void order_columns<WideSixteen>(float* x, int64_t count) {
+    for (; count > 0; x += WIDTH, count -= WIDTH) {
+        __m256 v[4];
+        UNROLL for (int i = 0; i < 4; i++) v[i] = _mm256_loadu_ps(x + 8 * i);
+        UNROLL for (int i = 0; i < 2; i++) {
+            _mm256_storeu_ps(x + 16 * i, _mm256_permute2f128_ps(v[i], v[i + 2], 0x20));
+            _mm256_storeu_ps(x + 16 * i + 8, _mm256_permute2f128_ps(v[i], v[i + 2], 0x31));
+        }
+    }
+}
+
+// As `ComputedCodes`. Codes that are no numbers are found when all of a row are read.
+struct WideComputed {
+    __m128i to_sign, to_exponent;
+    __m256i kept, special, largest = {};  // magnitudes in the highest bits: the least that is no number, and the largest so far
+    Floats factor;
+
+    WideComputed() = default;
+
+    explicit WideComputed(const Weight& w) : factor(ComputedCodes(w).factor) {
+        int64_t unused = 7 - w.mantissa - w.exponent, least = w.special << (unused + 1);
+        to_sign = _mm_cvtsi64_si128(unused);
+        to_exponent = _mm_cvtsi64_si128(5 - w.exponent);
+        kept = _mm256_set1_epi16((short)(0x8000 | ((1 << (10 + w.exponent)) - 1)));
+        special = _mm256_set1_epi8((char)(w.exponent < 5 && least < 256 ? least : 255));
+    }
+};
+
+template <>
+constexpr int VECTORS<WideComputed> = 4;
+
+INLINE void read(WideComputed& reader, const int8_t* codes, Floats (&out)[4]) {
+    const __m256i zero = _mm256_setzero_si256();
+    __m256i bytes = _mm256_sll_epi16(_mm256_loadu_si256((const __m256i*)codes), reader.to_sign);
+    reader.largest = _mm256_max_epu8(reader.largest, _mm256_add_epi8(bytes, bytes));
+    alignas(32) __m256i halves[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m256i bits = i ? _mm256_unpackhi_epi8(zero, bytes) : _mm256_unpacklo_epi8(zero, bytes);
+        halves[i] = _mm256_and_si256(_mm256_sra_epi16(bits, reader.to_exponent), reader.kept);
+    }
+    asm("" : "+m"(halves));  // through memory: the port that takes vectors apart is the one that converts them
+    UNROLL for (int i = 0; i < 4; i++) out[i] = (Floats)_mm256_cvtph_ps(((const __m128i*)halves)[i % 2 * 2 + i / 2]) * reader.factor;
+}
+
+INLINE void finish(const WideComputed& reader, Floats& sum) {
+    __m256i lost = _mm256_cmpeq_epi8(_mm256_max_epu8(reader.largest, reader.special), reader.largest);
+    if (_mm256_movemask_epi8(lost)) sum = broadcast(__builtin_nanf(""));
+}
+
+#else
+
+using WideSixteen = Sixteen;
+using WideComputed = ComputedCodes;
+
+#endif
+
 // body(reader) with the reader of row n.
 template <class Body>
 INLINE void with_reader(const Weight& w, int64_t n, const Body& body) {

@@ -3,6 +3,7 @@
 //     w[n, k] = c[n, k] * scale[n, g] + offset[n, g],    c = code - center, a signed byte, g = k / group
 #pragma once
 
+#include "float8.h"
 #include "number.h"
 
 namespace {
@@ -84,6 +85,29 @@ INLINE void unpack(const uint8_t* from, const uint8_t* end, int64_t count, int r
     }
 }
 
+// Codes of a whole row, less `center`: each vector of its eight runs is read once. Runs have at least WIDTH codes; what is behind
+// the last whole vector of a run is read together with the codes before it. A code is cut into parts of 4, 2 and 1 bits; a part
+// of p bits fills p runs of bytes.
+template <int BITS>
+void decode_row(const uint8_t* row, int64_t run, uint8_t center, int8_t* out) {
+    for (int64_t i = 0; i < run; i += WIDTH) {
+        if (i > run - WIDTH) i = run - WIDTH;
+        UNROLL for (int item = 0; item < 8; item++) {
+            Bytes code = {};
+            int first = 0;
+            UNROLL for (int part = 4; part; part /= 2) {
+                if (!(BITS & part)) continue;
+                Shorts bits = load<Shorts>(row + (first + item * part / 8) * run + i);
+                uint8_t mask = ((1 << part) - 1) << first;
+                int left = first - item % (8 / part) * part;
+                code |= (Bytes)(left < 0 ? bits >> -left : bits << left) & mask;
+                first += part;
+            }
+            store(out + item * run + i, code - center);
+        }
+    }
+}
+
 // Codes from k to k + length of row n, centered; whole vectors are written, those behind the end with anything.
 inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t* out) {
     const uint8_t* row = w.codes + n * w.row_bytes;
@@ -98,6 +122,9 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
         for (int64_t i = 0; center && i < length; i += WIDTH) store(out + i, load<Bytes>(out + i) - center);
         return;
     }
+    using DecodeRow = void (*)(const uint8_t*, int64_t, uint8_t, int8_t*);
+    static constexpr DecodeRow ROWS[] = {nullptr, decode_row<1>, decode_row<2>, decode_row<3>, decode_row<4>, decode_row<5>, decode_row<6>, decode_row<7>};
+    if (!k && length == w.k && w.k % 8 == 0 && w.k >= 8 * WIDTH) return ROWS[w.bits](row, w.k / 8, center, out);
     // Codes lie in eight runs.
     int64_t run = (w.k + 7) / 8, stop = k + length, item = 0, from = 0;
     const uint8_t* end = row + run * w.bits;
@@ -122,8 +149,7 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
             unpack(row + item / 2 * run + start, end, count, item % 2 * 4, 15, [&](int64_t i, Bytes v) { store(to + i, v - center); });
             continue;
         }
-        // A code is cut into parts of 4, 2 and 1 bits; a part of p bits fills p runs of bytes.
-        int64_t first = 0;
+        int64_t first = 0;  // of the parts, the lowest bit
         for (int64_t part = 4; part; part /= 2) {
             if (!(w.bits & part)) continue;
             const uint8_t* at = row + (first + item * part / 8) * run + start;
@@ -190,9 +216,10 @@ inline void read_scales(const Weight& w, int64_t at, int64_t count, float* scale
     if (!w.scale_values) return to_float((const char*)w.scale + at * size_of(w.scale_type), w.scale_type, count, scale);
     const uint8_t* codes = (const uint8_t*)w.scale + at;
     float mean = w.scale_mean, least = w.scale_is_positive ? __FLT_MIN__ : -__builtin_inff();
-    // Integers are converted, which is faster than to look them up; the code 1 is 1 for no other type.
-    bool is_integer = w.scale_values[1] == 1, is_signed = w.scale_values[255] < 0;
+    // Integers and float8_e4m3 are converted, which is faster than to look them up; a code tells each from other types.
+    bool is_integer = w.scale_values[1] == 1, is_signed = w.scale_values[255] < 0, is_e4m3 = w.scale_values[126] == E4M3_FORMAT.largest;
     auto numbers = [&](const uint8_t* p) {
+        if (is_e4m3) return from_float8(E4M3_FORMAT, p);
         Ints bits = is_integer && is_signed ? widen((const int8_t*)p) : widen(p);
         return is_integer ? to_floats(bits) : look_up(w.scale_values, bits);
     };
