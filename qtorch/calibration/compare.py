@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils._pytree import tree_map
 
 from ..dtypes import QuantizedTensor
 from ..model.install import PreparedModule, check_model
@@ -104,7 +102,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """JSON data: all fields. A number that is not finite is None."""
         data: dict[str, Any] = asdict(self)
-        return tree_map(lambda x: x if not isinstance(x, float) or math.isfinite(x) else None, data)
+        return torch.utils._pytree.tree_map(lambda x: x if not isinstance(x, float) or math.isfinite(x) else None, data)
 
     def __str__(self) -> str:
         header = ("module", "own dB", "accumulated", "weight", "cosine", "share", "channels", "tokens", "weights")
@@ -288,7 +286,7 @@ def _units(model: nn.Module, reference: nn.Module) -> list[_Unit]:
         held = module._parameters.values()
         if not isinstance(module, PreparedModule) and not any(isinstance(each, QuantizedTensor) for each in held):
             continue
-        if isinstance(module, NonDynamicallyQuantizableLinear):
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             name = name.rpartition(".")[0]  # attention of torch multiplies with its weight and does not call it
         try:
             units.setdefault(name, _Unit(name, modules[name], reference.get_submodule(name)))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .captures import Use, UseRecorder
 from .statistics import Statistic, Statistics
@@ -92,8 +91,8 @@ def _described(batch: Any) -> str:
 def _leaves(value: Any) -> list[Any]:
     """What is in a batch or an output, also where it is a mapping that `torch.utils._pytree` does not know."""
     leaves: list[Any] = []
-    for leaf in tree_leaves(value):
-        leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        leaves += torch.utils._pytree.tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
     return leaves
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..dtypes.serialize import Entry, from_canonical, scheme_of
 from ..primitives.files import naming
@@ -67,7 +66,7 @@ class Source(ABC):
         """What is stored under `name`, which must not be an alias."""
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         """Read the tensor called `name`, which must not be an alias: a `QuantizedTensor` if it is stored quantized."""
 
     def optional(self) -> Set[str]:
@@ -120,7 +119,7 @@ class CanonicalSource(Source):
         """Dtype, shape and place of what is stored under `key`."""
 
     @abstractmethod
-    def read(self, key: str) -> Tensor:
+    def read(self, key: str) -> torch.Tensor:
         """Read what is stored under `key`."""
 
     def contents(self, name: str) -> Contents:
@@ -133,7 +132,7 @@ class CanonicalSource(Source):
             scheme = scheme_of(entry)
         return Contents(scheme.shape, scheme.dtype, nbytes, scheme)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         entry = self.entries.get(name)
         if entry is None:
             return self.read(name)
@@ -208,9 +207,9 @@ class QtorchSource(CanonicalSource):
     def stored(self, key: str) -> Stored:
         return self.owners[key].stored[key]
 
-    def read(self, key: str) -> Tensor:
+    def read(self, key: str) -> torch.Tensor:
         file = self.owners[key]
-        read: Callable[[str], Tensor] = file.map if self.mmap else file.read
+        read: Callable[[str], torch.Tensor] = file.map if self.mmap else file.read
         tensor = read(key)
         if self.verify and checksum(tensor) != self.header.checksums[key]:
             raise ValueError(f"{file.path}: {key} is corrupted: its data does not match its checksum")

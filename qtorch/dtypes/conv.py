@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from ..kernels.conv import CONVOLUTIONS, Size, Window, from_matrix, multiply_windows, prepare_conv, to_matrix, windows
 from ..kernels.registry import Problem, choose
-from ..primitives import Scheme, tracing
-from ..primitives.jsonable import jsonable
+from ..primitives import Scheme, jsonable, tracing
 from ..primitives.layouts import layout_for
 from . import dispatch, linear, matrix_weight, views
 from .base import QuantizedTensor

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives import Scheme
+from ..primitives import Scheme, is_compiling
 from ..primitives.layouts import smallest_layout
-from ..primitives.tracing import is_compiling
 from .base import QuantizedTensor
 from .copying import forms_of
 from .dispatch import calling_frame, implements_aten, implements_function, run_below
@@ -70,7 +68,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Tensor:
             "memory of that order; .dequantize() gives a float tensor"
         )
     alias = tensor.map_inner(lambda inner: inner)
-    return return_and_correct_aliasing(aten.alias.default, (tensor,), {}, alias)
+    return torch.utils._python_dispatch.return_and_correct_aliasing(aten.alias.default, (tensor,), {}, alias)
 
 
 @implements_function(torch.Tensor.view)

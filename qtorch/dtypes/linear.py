@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import functional
 
 from ..kernels.custom_ops import recording
 from ..kernels.registry import Kernel, lookup
@@ -48,7 +46,7 @@ def _others_take_part(input: Any) -> bool:
         type(input) is not Tensor
         or input.is_neg()
         or _functorch_is_active()
-        or forward_ad._current_level >= 0
+        or torch.autograd.forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
         or recording()
         or dispatches
@@ -71,7 +69,7 @@ def find_kernel(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Ker
     return find(op, scheme, dtype, device)
 
 
-@implements_function(functional.linear)
+@implements_function(torch.nn.functional.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype."""
     compiling = tracing.is_compiling()
@@ -94,7 +92,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = y[..., : shape[0]]
         return y if bias is None else y + bias
     if isinstance(weight, PaddedWeight):
-        return linear(functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
+        return linear(torch.nn.functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
     if isinstance(weight, LowRankWeight):
         return linear(input, matrix_beside(weight), bias) + branch_of(input, weight)
     if input.dtype is not weight.scheme.dtype:

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives import Granularity, Scheme, granularity
+from ..primitives import Granularity, Scheme, granularity, is_compiling
 from ..primitives.layouts import layout_for
-from ..primitives.tracing import is_compiling
 from .dispatch import implements_aten, implements_traced_view
 
 aten = torch.ops.aten

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..primitives import PerAxis, Scheme
-from ..primitives.tracing import is_compiling
+from ..primitives import PerAxis, Scheme, is_compiling
 from .custom_ops import opaque
 from .linear.scaled import INTEGERS
 from .ops import portable, quantize

@@ -5,8 +5,7 @@ y[i] = dequantize(w)[ids[i]]
 
 from typing import Any
 
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity
 from ..primitives.layouts import semi_sparse, unpack_codes
@@ -100,4 +99,4 @@ def gather_portable_rows(ids: Tensor, weight: Any) -> Tensor:
 def embedding(ids: Tensor, weight: QuantizedWeight) -> Tensor:
     """Dequantize the whole weight (V, D), then look up."""
     codes, scale, zero_point = weight.plain()
-    return functional.embedding(ids, weight.scheme.weight.dequantize(codes, scale, zero_point, weight.scheme.dtype))
+    return nn.functional.embedding(ids, weight.scheme.weight.dequantize(codes, scale, zero_point, weight.scheme.dtype))

@@ -6,8 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from ..dtypes import PaddedWeight, QuantizedTensor
 from ..primitives import LinearSpec
@@ -65,7 +64,7 @@ class Padded(WeightRecipe):
         return made.mT if target.kind.is_transposed else made
 
     def _padded(self, weight: Tensor) -> Tensor:
-        return functional.pad(weight, (0, self.padding))
+        return nn.functional.pad(weight, (0, self.padding))
 
 
 Check = Callable[[Recipe, Target[Any]], None]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ..dtypes import ConvWeight, MatrixWeight, QuantizedTensor, TransposedWeight, embedding
 from ..dtypes.conv import CONVS
@@ -147,7 +146,7 @@ multiply as linear layers do, and are quantized by name)."""
 
 @register_weight_kind
 def _of_torch(module: nn.Module, attribute: str) -> WeightKind | None:
-    if isinstance(module, parametrize.ParametrizationList):
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
         why = "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
         return WeightKind("", obstacle=why)
     if isinstance(module, WITHOUT_KERNEL):

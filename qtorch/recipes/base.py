@@ -22,9 +22,8 @@ from ..model.install import PreparedModule, keep_attributes
 from ..model.report import CalibrationReport, TransformReport
 from ..model.targets import Target
 from ..model.weight_kinds import WeightKind
-from ..primitives import LinearSpec, granularity
+from ..primitives import LinearSpec, Scheme, granularity
 from ..primitives.jsonable import jsonable, wrong_type
-from ..primitives.spec import Scheme
 
 if TYPE_CHECKING:  # what looks at data is imported when it is used
     from ..calibration.data import Data

@@ -5,13 +5,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from ..dtypes import AffineQuantizedTensor, PackedLayout
 from ..model.targets import Target
-from ..primitives import LinearSpec, RotatedSpec, mx_spec, nvfp4_spec, qdtype
+from ..primitives import LinearSpec, RotatedSpec, Scheme, mx_spec, nvfp4_spec, qdtype
 from ..primitives.double_quant import dequantize_scale
-from ..primitives.spec import Scheme
 from .base import WeightRecipe, register_recipe
 
 
@@ -112,7 +110,7 @@ class Nvfp4WeightOnly(WeightRecipe):
         activation = nvfp4_spec() if self.quantizes_activations else None
         return LinearSpec(nvfp4_spec(), activation, layout=PackedLayout())
 
-    def apply(self, weight: Tensor) -> Tensor:
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
         if self.tensor_scale is None:
             return super().apply(weight)
         linear = self.linear_spec()

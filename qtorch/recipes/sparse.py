@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from ..dtypes import BlockSparseLayout, SemiSparseLayout
 from ..primitives import Granularity, LinearSpec, PerRow, mask_2_4, mask_blocks
@@ -47,14 +46,14 @@ class BlockSparse(WeightRecipe):
     def linear_spec(self) -> LinearSpec:
         return replace(self.recipe.linear_spec(), layout=BlockSparseLayout(self.block_size, self.sparsity))
 
-    def kept(self, importance: Tensor) -> Tensor:
+    def kept(self, importance: torch.Tensor) -> torch.Tensor:
         return mask_blocks(importance, self.block_size, self.sparsity)
 
 
 class _SemiSparse(WeightRecipe):
     prunes: ClassVar[bool] = True
 
-    def kept(self, importance: Tensor) -> Tensor:
+    def kept(self, importance: torch.Tensor) -> torch.Tensor:
         return mask_2_4(importance)
 
 

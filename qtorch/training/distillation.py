@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..dtypes import QuantizedTensor
 from ..model.install import check_model
@@ -60,7 +59,7 @@ def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0
         shapes = f"{tuple(teacher.shape)} and {tuple(student.shape)}"
         raise ValueError(f"distillation_loss: teacher and student have logits of one shape, got {shapes}")
     log_q, log_p = (torch.log_softmax(logits.float() / temperature, -1) for logits in (student, teacher))
-    divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    divergence = nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return _mean(divergence, mask) * temperature**2
 
 

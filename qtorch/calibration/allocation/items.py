@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...model.targets import Filter, Target, find_targets, named_errors
 from ...primitives import MinMaxRule
@@ -201,7 +200,7 @@ def product(x: Tensor, weight: Tensor) -> Callable[[], None]:
     on_gpu = x.device.type == "cuda"
 
     def run() -> None:
-        functional.linear(x, parameter)
+        nn.functional.linear(x, parameter)
         if on_gpu:
             torch.cuda.synchronize(x.device)
 

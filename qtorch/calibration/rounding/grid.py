@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from ...dtypes import QuantizedTensor, quantized_type
-from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec, double_quant
+from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec, Scheme, double_quant, jsonable
 from ...primitives.affine import dequantize_split, real_codes
-from ...primitives.jsonable import jsonable
-from ...primitives.spec import Scheme
 
 
 @dataclass

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ...dtypes import QuantizedTensor, serialize
 from ...primitives.files import naming, parse_json
@@ -41,7 +40,7 @@ METADATA = "qtorch.transformers"
 NAMES_VERSION = 1
 
 
-def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], serialize.Entry]:
+def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, torch.Tensor], serialize.Entry]:
     """The plain tensors that stand for a quantized parameter, by stored name, and its entry in the `Index`."""
     tensors, entry = serialize.to_canonical(name, tensor)
     codes = f"{name}_codes"
@@ -50,7 +49,7 @@ def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], seria
     return {name: marker(), **renamed}, {**entry, "tensors": parts}
 
 
-def marker() -> Tensor:
+def marker() -> torch.Tensor:
     """An empty tensor with memory of its own: packages that look for shared tensors compare addresses."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")[:0]
 
@@ -207,7 +206,7 @@ class TransformersFolder(CanonicalSource):
     def stored(self, key: str) -> Stored:
         return self.folder.stored[key]
 
-    def read(self, key: str) -> Tensor:
+    def read(self, key: str) -> torch.Tensor:
         return self.folder.read(key, mmap=self.mmap)
 
     def _check_names(self) -> set[str]:
@@ -237,7 +236,7 @@ class TransformersFormat(SaveFormat):
         self.names: Names = "model"
         self.entries: dict[str, serialize.Entry] = {}
 
-    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def store(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         if not isinstance(tensor, QuantizedTensor):
             return {name: tensor}
         tensors, self.entries[name] = stored(name, tensor)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...checkpoint.formats.compressed_tensors.config_groups import JOINED
 from ...dtypes import QuantizedTensor
@@ -54,13 +53,13 @@ class FirstProjection(nn.Linear):
         first, *others = self.parts.values()
         if self.apart:
             return self.of_part(first, input)
-        y = functional.linear(input, self.weight, self.bias)
+        y = nn.functional.linear(input, self.weight, self.bias)
         input._projections = self, [y[..., part] for part in others]  # type: ignore[attr-defined]
         return y[..., first]
 
     def of_part(self, part: slice, input: Tensor) -> Tensor:
         """The product with these rows alone."""
-        return functional.linear(input, self.weight[part], None if self.bias is None else self.bias[part])
+        return nn.functional.linear(input, self.weight[part], None if self.bias is None else self.bias[part])
 
     def parts_of_state(self, name: str, whole: Tensor) -> dict[str, Tensor]:
         """The tensors of the layers under their own names, from that of all, which has this name."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ...dtypes import QuantizedTensor
 from ...dtypes.dispatch import without_autocast
@@ -88,7 +87,7 @@ class _ThroughCodes(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, *factors), layer = grad_outputs, ctx.saved_tensors, ctx.layer

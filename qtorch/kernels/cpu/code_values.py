@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...primitives import PerGroup, QuantSpec, ZeroPointDomain
 from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, group_size, only_multiplies
@@ -58,7 +57,7 @@ class CodeValues(NamedTuple):
     def of_table(cls, table: Tensor) -> CodeValues:
         """Those of `table` (L,), or (N, 1, L), one for each row."""
         rows = table.detach().reshape(-1, table.shape[-1]).float()
-        found = cls(functional.pad(rows, (0, max(0, 16 - rows.shape[1]))).contiguous(), rows.shape[1])
+        found = cls(torch.nn.functional.pad(rows, (0, max(0, 16 - rows.shape[1]))).contiguous(), rows.shape[1])
         return found._replace(unit=_unit_of(rows[0].tolist())) if rows.shape == (1, 16) else found
 
     @classmethod

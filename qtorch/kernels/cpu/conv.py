@@ -12,10 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...primitives.granularity import PerTensor
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import QuantSpec
-from ...primitives.tracing import is_compiling
+from ...primitives import PerTensor, QuantSpec, is_compiling, qdtype
 from ..conv import Window, empty_result, scales_images
 from ..custom_ops import note, opaque, recording
 from ..ops.int_matmul import int32_terms

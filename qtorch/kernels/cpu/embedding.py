@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives import ZeroPointDomain, dequantize_affine, qdtype
 from ...primitives.layouts.packed import unpack_codes
-from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, needs_floats

@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives import ZeroPointDomain, dequantize_affine, qdtype
 from ...primitives.granularity import block_of
 from ...primitives.layouts.packed import unpack_codes
-from ...primitives.qdtype import qdtype
 from ..config import config
 from ..custom_ops import implement, note, portable
 from ..linear.weight_only import packed_weight_mm
@@ -131,4 +129,4 @@ def _on_copy(
     if copy is None:
         return None
     note(f"{name}.float_copy")
-    return functional.linear(x, copy)
+    return torch.nn.functional.linear(x, copy)

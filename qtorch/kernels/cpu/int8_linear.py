@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType
-from ...primitives.qdtype import qdtype
-from ...primitives.rounding import Rounding
-from ...primitives.scale_rules import MinMaxRule
-from ...primitives.spec import QuantSpec, Scheme
-from ...primitives.tracing import is_compiling
+from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, Scheme, is_compiling, qdtype
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most

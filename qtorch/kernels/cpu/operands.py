@@ -11,12 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType, ZeroPointDomain
+from ...primitives import MappingType, MinMaxRule, QDType, QuantSpec, Rounding, ZeroPointDomain
 from ...primitives.granularity import block_of
-from ...primitives.qdtype import QDType
-from ...primitives.rounding import Rounding
-from ...primitives.scale_rules import MinMaxRule
-from ...primitives.spec import QuantSpec
 from ...primitives.tracing import are_active, is_compiling
 from ..custom_ops import TENSORS, implement, note, portable
 from ..ops.block_mm import int8_block_mm

@@ -8,14 +8,9 @@ import functools
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain
-from ...primitives.granularity import PerRow
-from ...primitives.qdtype import qdtype
-from ...primitives.rounding import Rounding
+from ...primitives import PerRow, QuantSpec, Rounding, ZeroPointDomain, qdtype
 from ...primitives.slices import is_plain_on_cpu
-from ...primitives.spec import QuantSpec
 from ..cache_form import CacheForm, Parts, cache_form
 from ..custom_ops import implement, note, opaque, portable
 from ..ops.quantize import Quantized, quantize_tokens, quantize_weight
@@ -29,7 +24,7 @@ from .structs import Tokens, struct_of
 _pack = struct_of(Tokens).pack
 
 
-def _empty_parts(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
+def _empty_parts(x: torch.Tensor, dtype: str, scale_dtype: torch.dtype) -> list[torch.Tensor]:
     stored = cache_form(dtype, dtype, 0, scale_dtype).stored(x.shape[3], False).values()
     return [x.new_empty(*x.shape[:3], row, dtype=kind) for row, kind, _ in stored]
 
@@ -46,7 +41,7 @@ def _bounds(form: CacheForm) -> tuple[float, float]:
 
 
 @opaque(_empty_parts)
-def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
+def cpu_quantize_tokens(x: torch.Tensor, dtype: str, scale_dtype: torch.dtype) -> list[torch.Tensor]:
     """See `quantize_tokens`; dtype is that of values in a `CacheForm`."""
     form, compiled = cache_form(dtype, dtype, 0, scale_dtype), library()
     if compiled is None or x.dtype not in FLOATS or not x.numel():
@@ -64,7 +59,7 @@ def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list
 
 
 @implement("quantize_tokens", "cpu")
-def _quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
+def _quantize_tokens(x: torch.Tensor, form: CacheForm) -> Parts:
     return tuple(cpu_quantize_tokens(x, form.value_dtype, form.scale_dtype))
 
 
@@ -86,7 +81,7 @@ def _of_rows(spec: QuantSpec) -> QuantSpec | None:
 
 
 @implement("quantize_weight", "cpu")
-def _quantize_weight(weight: Tensor, spec: QuantSpec) -> Quantized:
+def _quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> Quantized:
     rows, block, compiled = _of_rows(spec), spec.block_size(weight.shape), library()
     if (
         rows is None

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...primitives.layouts.packed import pack_codes
 from ...primitives.qdtype import qdtype
@@ -95,7 +94,7 @@ class _Weights:
         found: dict[str, Callable[[], object]] = {variant: functools.partial(multiply, variant) for variant in names}
         if floats is not None:
             copies = itertools.cycle(floats)
-            found["copy"] = lambda: functional.linear(x, next(copies))
+            found["copy"] = lambda: torch.nn.functional.linear(x, next(copies))
         return found
 
 

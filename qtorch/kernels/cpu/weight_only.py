@@ -18,12 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from ...primitives.codebooks import CodebookSpec
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import Scheme
-from ...primitives.tracing import is_compiling
+from ...primitives import CodebookSpec, Scheme, is_compiling, qdtype
 from ..config import generation
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear.lut_weight_only import lut_weight_mm
@@ -223,7 +219,7 @@ def multiply(
         copy = float_copy((*tensors, *layer._of_scales), x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note(f"{name}.float_copy")
-            return layer.finite(_add(functional.linear(layer.rotated(x), copy), bias), x, in_torch, bias)
+            return layer.finite(_add(nn.functional.linear(layer.rotated(x), copy), bias), x, in_torch, bias)
         variant = layer.choose(m)
     if compiled is None or variant == "torch":
         note(f"{name}.torch")
@@ -301,7 +297,7 @@ def multiply_dequantized(x: Tensor, made: Dequantized, bias: Tensor | None) -> T
     n, k = made.n, made.k
     step = slice_length(x, k, limit=SLICE_BYTES)
     if n <= step:
-        return _add(functional.linear(x, made.rows()), bias)
+        return _add(nn.functional.linear(x, made.rows()), bias)
     memory = x.new_empty(step, k)
     return _add(multiply_slices(x, n, step, lambda start, stop: made.rows(start, stop, memory[: stop - start])), bias)
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
@@ -112,7 +111,7 @@ class _Contraction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grad_outputs

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ....primitives.files import naming
 from ....primitives.spec import Scheme
@@ -60,7 +59,7 @@ class StoredModule:
             raise ValueError(f"has no {name}")
         return self.folder.stored[f"{self.prefix}{name}"]
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         return self.folder.read(f"{self.prefix}{name}", mmap=self.mmap)
 
     def _shape(self) -> tuple[int, int]:
@@ -159,13 +158,13 @@ class StoredModule:
             zero_point = (zero_point.to(torch.int16) + lowest).to(torch.uint8)
         return codes, {"scale": scale, "zero_point": zero_point.reshape(scale.shape)}
 
-    def _in_range(self, name: str, what: str) -> Tensor:
+    def _in_range(self, name: str, what: str) -> torch.Tensor:
         values, lowest = self.tensor(name), 2 ** (self.args.num_bits - 1)
         if values.numel() and (int(values.min()) < -lowest or int(values.max()) >= lowest):
             raise ValueError(f"has {what} beyond {-lowest} to {lowest - 1}")
         return values
 
-    def _scale(self) -> Tensor:
+    def _scale(self) -> torch.Tensor:
         scale = self.tensor("weight_scale").reshape(self.scale_shape)
         if self.is_mx:
             exponents = scale.view(torch.uint8)
@@ -229,7 +228,7 @@ class CompressedTensorsSource(FolderSource):
         """The dtype of config.json, else that in which the package computes: of the scale, bfloat16 for 8 bits."""
         return self.folder.dtype or (scale if scale.itemsize > 1 else torch.bfloat16)
 
-    def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
+    def scheme_of(self, weight: StoredWeight, others: Mapping[str, torch.Tensor]) -> Scheme:
         """With the scales of the groups in fp32, where no scale for the tensor gives the same numbers."""
         scheme = weight.scheme
         if scheme.weight.scale_spec is None or "scale_scale" in others:

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ....dtypes import QuantizedTensor
-from ....dtypes.base import quantized_type
+from ....dtypes import QuantizedTensor, quantized_type
 from ....primitives import LinearSpec, MappingType, QuantSpec, files
 from ....primitives.layouts.plain import smallest_layout
 from ...save_folder import SaveFormat, register_save_format
@@ -71,7 +69,7 @@ class GgufFormat(SaveFormat):
         parts = ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
         return fuse_experts(source, [f"model.layers.{layer}.mlp.{part}" for layer in layers for part in parts])
 
-    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def store(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         metadata = self.metadata_of_model
         known = ARCHITECTURES[metadata["general.architecture"]]
         if name == "lm_head.weight" and self.model_config.get("tie_word_embeddings"):
@@ -92,7 +90,7 @@ class GgufFormat(SaveFormat):
         self.written |= dict.fromkeys(stored, kind)
         return dict(zip(stored, data.chunk(len(stored), -2) if len(stored) > 1 else [data], strict=True))
 
-    def _blocks(self, name: str, stored: str, tensor: Tensor) -> tuple[str, Tensor]:
+    def _blocks(self, name: str, stored: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         """(type, data as it is stored): numbers, or bytes (..., bytes of a row)."""
         is_matrix = tensor.dim() > 1 and stored.split(".")[-2] not in _AS_NUMBERS
         asked = self._asked(name) if is_matrix else "F32"
@@ -171,7 +169,7 @@ class GgufFormat(SaveFormat):
                 writer.write_tensor_data(array)
 
 
-def quantize(tensor: Tensor, name: str) -> tuple[str, Tensor]:
+def quantize(tensor: torch.Tensor, name: str) -> tuple[str, torch.Tensor]:
     """(type, data) of a plain tensor in the type `name`."""
     import gguf
 
