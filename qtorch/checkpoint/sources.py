@@ -15,8 +15,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 
 from ..dtypes.serialize import Entry, from_canonical, scheme_of
-from ..primitives.files import naming
-from ..primitives.spec import Scheme
+from ..primitives import files, spec
 from .header import HEADER_CHECKSUM, Header
 from .tensor_file import Stored, TensorFile, checksum, pickled_error
 
@@ -32,7 +31,7 @@ class Contents(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    scheme: Scheme | None = None
+    scheme: spec.Scheme | None = None
 
 
 class Source(ABC):
@@ -128,7 +127,7 @@ class CanonicalSource(Source):
         nbytes = sum(part.stop - part.start for part in parts)
         if entry is None:
             return Contents(parts[0].shape, parts[0].dtype, nbytes)
-        with naming(self.path, name):
+        with files.naming(self.path, name):
             scheme = scheme_of(entry)
         return Contents(scheme.shape, scheme.dtype, nbytes, scheme)
 
@@ -138,7 +137,7 @@ class CanonicalSource(Source):
             return self.read(name)
         # Errors of `read` name the file and the tensor already.
         parts = {key: self.read(key) for key in entry["tensors"].values()}
-        with naming(self.path, name):
+        with files.naming(self.path, name):
             return from_canonical(entry, parts.pop)
 
 
@@ -173,7 +172,7 @@ class QtorchSource(CanonicalSource):
 
     def __init__(self, root: TensorFile, verify: bool, mmap: bool) -> None:
         self.path, self.verify, self.mmap = root.path, verify, mmap
-        with naming(self.path):
+        with files.naming(self.path):
             self.header = Header.parse(root.metadata)
         self.names, self.aliases, self.entries = self.header.names, self.header.aliases, self.header.quantized
         self.owners: dict[str, TensorFile] = dict.fromkeys(root.stored, root)

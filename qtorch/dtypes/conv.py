@@ -26,7 +26,6 @@ from ..primitives import Scheme, jsonable, tracing
 from ..primitives.layouts import layout_for
 from . import dispatch, linear, matrix_weight, views
 from .base import QuantizedTensor
-from .linear import fast_of
 
 # Codes, scales and layout of a `ConvWeight` (N, C / groups, *kernel) are those of the matrix (N, T * C / groups), T
 # being the product of the kernel's sizes: a scale per output channel, or groups along (kernel position, channel).
@@ -151,7 +150,7 @@ def convolution(
         input: Tensor, weight: Any, bias: Tensor | None = None, stride: Size = 1, padding: Size | str = 0,
         dilation: Size = 1, groups: int = 1,
     ) -> Tensor:  # fmt: skip
-        if not tracing.is_compiling() and (fast_conv := fast_of("fast_conv", input, weight)) is not None:
+        if not tracing.is_compiling() and (fast_conv := linear.fast_of("fast_conv", input, weight)) is not None:
             differentiates = torch.is_grad_enabled() and (input.requires_grad or linear.requires_grad(bias))
             if not differentiates and input.dim() == ndim + 2:
                 y = fast_conv(input, weight, bias, stride, padding, dilation, groups)

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity
+from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity, vector_spec
 from ..primitives.layouts import semi_sparse, unpack_codes
-from ..primitives.vector_spec import unpack_vectors
 from .linear.lut_weight_only import CodebookWeight
 from .ops.portable import dequantize_portably
 from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, needs_rows, register
@@ -73,7 +72,7 @@ def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
 def gather_vector_rows(ids: Tensor, weight: Any) -> Tensor:
     """`gather_rows` of a weight of vectors in bytes, which rows are rotated back."""
     scheme, flat = weight.scheme, ids.reshape(-1)
-    codes, scale = unpack_vectors(weight.qdata.index_select(0, flat)), weight.scale.index_select(0, flat)
+    codes, scale = vector_spec.unpack_vectors(weight.qdata.index_select(0, flat)), weight.scale.index_select(0, flat)
     return scheme.weight.dequantize(codes, scale, None, scheme.dtype).reshape(*ids.shape, scheme.shape[1])
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor, nn
 
 from ..dtypes import PaddedWeight, QuantizedTensor
-from ..primitives import LinearSpec
-from ..primitives.granularity import IndivisibleError
+from ..primitives import LinearSpec, granularity
 from ..recipes.base import Recipe, WeightRecipe, register_recipe
 from .targets import Refused, Target
 
@@ -83,7 +82,7 @@ def choose(targets: Sequence[Target[Any]], on_misfit: str, check: Check = Recipe
             continue
         try:
             check(recipe, target)
-        except IndivisibleError as error:
+        except granularity.IndivisibleError as error:
             _give(target, FITTING[on_misfit](target, recipe, check), f"on_misfit={on_misfit!r}: {error}")
         except (ValueError, TypeError):
             pass  # `quantize_` reports it with all others

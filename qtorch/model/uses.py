@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ..calibration.captures import INLINED, Use, UseRecorder
-from ..calibration.data import eval_mode
+from ..calibration import captures, data
 from ..primitives.tracing import plain_name
 from .install import check_model
 from .weight_kinds import CONVOLUTION, EXPERTS, EXPERTS_IN_OUT, LINEAR, LINEAR_IN_OUT, WeightKind
@@ -120,14 +119,14 @@ def find_uses(model: torch.nn.Module, *inputs: Any, **named: Any) -> Uses:
     check_model("find_uses", model)
     parameters = {id(p): p for p in model.parameters() if not torch.nn.parameter.is_lazy(p) and p.dim() >= 2}
     recorder = _Recorder(parameters.values())
-    with eval_mode(model), recorder:
+    with data.eval_mode(model), recorder:
         model(*inputs, **named)
     found = {key: recorder.uses_of(parameter) for key, parameter in parameters.items()}
     names = model.named_parameters(remove_duplicate=False)
     return Uses({plain_name(name): found[id(parameter)] for name, parameter in names if id(parameter) in found})
 
 
-class _Recorder(UseRecorder):
+class _Recorder(captures.UseRecorder):
     """Counts the products with each weight, and notes every other function that takes one."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
@@ -143,7 +142,7 @@ class _Recorder(UseRecorder):
         before = self.count
         result = super().__torch_function__(func, types, args, kwargs)
         results = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
-        if func in INLINED or self.count > before or not results:
+        if func in captures.INLINED or self.count > before or not results:
             return result
         for value in torch.utils._pytree.tree_leaves((args, kwargs)):
             owner = self.owner(value)
@@ -155,7 +154,7 @@ class _Recorder(UseRecorder):
                 self.others.setdefault(id(owner), {})[_name(func)] = None
         return result
 
-    def _count(self, use: Use) -> None:
+    def _count(self, use: captures.Use) -> None:
         of_convolution = self.function.startswith("conv")
         axis = None if of_convolution else -2 if use.transposed else -1
         counts = self.rows.setdefault(id(use.weight), {})

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..dtypes import ConvWeight, MatrixWeight, QuantizedTensor, TransposedWeight, embedding
-from ..dtypes.conv import CONVS
+from ..dtypes import ConvWeight, MatrixWeight, QuantizedTensor, TransposedWeight, conv, embedding
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def _of_torch(module: nn.Module, attribute: str) -> WeightKind | None:
             return EMBEDDING
         why = f"is the table of an {type(module).__name__} with max_norm, which rewrites the table"
         return WeightKind("embedding", is_layer=True, obstacle=why)
-    if isinstance(module, CONVS):
+    if isinstance(module, conv.CONVS):
         return CONVOLUTION
     return None
 

@@ -8,8 +8,7 @@ import torch
 
 from ..dtypes import AffineQuantizedTensor, PackedLayout
 from ..model.targets import Target
-from ..primitives import LinearSpec, RotatedSpec, Scheme, mx_spec, nvfp4_spec, qdtype
-from ..primitives.double_quant import dequantize_scale
+from ..primitives import LinearSpec, RotatedSpec, Scheme, double_quant, mx_spec, nvfp4_spec, qdtype
 from .base import WeightRecipe, register_recipe
 
 
@@ -121,7 +120,7 @@ class Nvfp4WeightOnly(WeightRecipe):
             "scale": scaled.to(scale_type.storage),
             "scale_scale": torch.tensor([self.tensor_scale], dtype=torch.float32, device=weight.device),
         }
-        codes = spec.quantize(weight, dequantize_scale(scales, spec.scale_spec), None)
+        codes = spec.quantize(weight, double_quant.dequantize_scale(scales, spec.scale_spec), None)
         scheme = Scheme(linear, tuple(weight.shape), weight.dtype)
         return AffineQuantizedTensor.from_canonical(codes, scales, scheme)
 

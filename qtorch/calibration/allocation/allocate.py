@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...model.install import check_model
+from ...model import install, targets
 from ...model.module_repr import get_model_size_in_bytes
-from ...model.targets import Filter
 from ...primitives.tracing import outside_graphs
 from ...recipes.base import Recipe
 from ..data import Data, eval_mode
@@ -264,7 +263,7 @@ def allocate(
     budget: str | int,
     data: Iterable[Any] | Data | None = None,
     *,
-    filter_fn: Filter | None = None,
+    filter_fn: targets.Filter | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     mask: Callable[[Any], Tensor] | None = None,
     gradients: bool = True,
@@ -311,7 +310,7 @@ def allocate(
         ValueError: the budget is less than the least possible, no candidate fits a weight, or there is no batch.
         TypeError: a candidate is no recipe, or the budget none of the above.
     """
-    check_model("allocate", model)
+    install.check_model("allocate", model)
     limit_of = Budget.of(budget)
     if isinstance(loss, str) and loss != "logits":
         raise ValueError(f'allocate: loss is "logits" or a function, got {loss!r}')

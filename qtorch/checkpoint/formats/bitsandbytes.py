@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from ...primitives import NF4_TABLE, CodebookSpec, PerGroup, PerRow, qdtype
-from ...primitives.files import naming, parse_json
+from ...primitives import NF4_TABLE, CodebookSpec, PerGroup, PerRow, files, qdtype
 from ..hf_folder import DTYPES, FolderSource, HFFolder, Parts, StoredWeight
 from ..sources import register_source
 from .blocks import Cut, check_stored, symmetric_spec, unpack_nibbles, weight_only, with_suffix
@@ -153,8 +152,8 @@ def _state(folder: HFFolder, name: str) -> QuantState:
     """Read and validate the JSON text of a weight."""
     if folder.nbytes(name) > _MAX_STATE:
         raise ValueError(f"its quant_state has {folder.nbytes(name)} bytes")
-    with naming("its quant_state is not JSON"):
-        data: Any = parse_json(bytes(folder.read(name).tolist()).decode())
+    with files.naming("its quant_state is not JSON"):
+        data: Any = files.parse_json(bytes(folder.read(name).tolist()).decode())
     if not isinstance(data, dict):
         raise ValueError(f"its quant_state is a {type(data).__name__}, not an object")
     kind, shape, dtype = data.get("quant_type"), data.get("shape"), DTYPES.get(str(data.get("dtype")))

@@ -40,7 +40,6 @@ from ..hf_folder import FolderSource, HFFolder, Parts, StoredWeight
 from ..save_folder import SaveFormat, register_save_format
 from ..sources import register_source
 from . import blocks
-from .blocks import pack
 
 _WORD = 32
 
@@ -335,8 +334,8 @@ class GptqFormat(_GroupedFormat):
                 "convert_checkpoint(..., format='gptq', options={'checkpoint_format': 'gptq_v2'})"
             )
         return {
-            "qweight": pack(codes, bits).t().contiguous(),
-            "qzeros": pack(stored.to(torch.uint8), bits),
+            "qweight": blocks.pack(codes, bits).t().contiguous(),
+            "qzeros": blocks.pack(stored.to(torch.uint8), bits),
             "g_idx": torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // zeros.shape[1]),
         }
 
@@ -354,7 +353,7 @@ class AwqFormat(_GroupedFormat):
 
     def _packed(self, codes: Tensor, zeros: Tensor, bits: int) -> dict[str, Tensor]:
         order = [8 * word + output for word in range(codes.shape[0] // 8) for output in _OUTPUT_OF_NIBBLE]
-        packed = (pack(each.t()[:, order].to(torch.uint8).contiguous(), bits) for each in (codes, zeros))
+        packed = (blocks.pack(each.t()[:, order].to(torch.uint8).contiguous(), bits) for each in (codes, zeros))
         return dict(zip(("qweight", "qzeros"), packed, strict=True))
 
     def config(self) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives import PerGroup, QuantSpec, ZeroPointDomain
+from ...primitives import PerGroup, QuantSpec, ZeroPointDomain, qparams
 from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, group_size, only_multiplies
 from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
-from ...primitives.qparams import Numerics
 from ...primitives.vector_spec import ENTRIES, signs
 from .memory import address
 
@@ -183,7 +182,7 @@ def tensors_of_scales(weight: Any) -> tuple[Tensor, Tensor | None, Tensor | None
 
 
 @functools.lru_cache(maxsize=1024)
-def _form_of_scales(spec: Numerics, count: int) -> tuple[str, int, bool]:
+def _form_of_scales(spec: qparams.Numerics, count: int) -> tuple[str, int, bool]:
     return spec.dtype.name, group_size(count, spec), not only_multiplies(spec)
 
 

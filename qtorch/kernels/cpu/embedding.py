@@ -14,8 +14,7 @@ from ...primitives.layouts.packed import unpack_codes
 from ..custom_ops import note, opaque
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, needs_floats
-from . import weight
-from .code_values import FLOATS
+from . import code_values, weight
 from .compiled_library import TYPES, threads
 from .memory import address, empty
 from .structs import EmbedCall, Weight, struct_of
@@ -70,7 +69,7 @@ def _supports(problem: Problem) -> str | None:
 
 @weight.register_compiled(
     "embedding",
-    weight=(*INTEGERS, *FLOATS),
+    weight=(*INTEGERS, *code_values.FLOATS),
     supports=_supports,
     checks_memory=True,
     note="saves memory; and time, only for many long rows in fp32",

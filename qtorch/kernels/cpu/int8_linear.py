@@ -17,8 +17,7 @@ from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
 from ..registry import Problem, from_rows, needs_floats, to_rows
-from . import variants, weight
-from .code_values import QuantizedScales
+from . import code_values, variants, weight
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
 from .operands import MOST_TERMS, product_of_rows, readers
@@ -60,7 +59,7 @@ def cpu_int8_mm(
 def _multiply(
     x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
     codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str,
-    dtype: torch.dtype, bias: Tensor | None, scales: QuantizedScales | None = None,
+    dtype: torch.dtype, bias: Tensor | None, scales: code_values.QuantizedScales | None = None,
 ) -> Tensor:  # fmt: skip
     """`cpu_int8_mm`, also where `ws` are codes of `scales`."""
     m, k = x.shape
@@ -245,7 +244,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         quantized.dense_scale() if is_dense else quantized.scale, quantized.zero_point,
         packed, scheme.weight.dtype.name, x.dtype, added,
     )  # fmt: skip
-    y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, QuantizedScales.of(quantized)))
+    y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, code_values.QuantizedScales.of(quantized)))
     if not is_compiling() and quantizer and not scheme.spec.static:
         Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

@@ -9,19 +9,17 @@ from dataclasses import replace
 
 import torch
 
-from ...primitives import PerRow, QuantSpec, Rounding, ZeroPointDomain, qdtype
-from ...primitives.slices import is_plain_on_cpu
+from ...primitives import PerRow, QuantSpec, Rounding, ZeroPointDomain, qdtype, slices
 from ..cache_form import CacheForm, Parts, cache_form
 from ..custom_ops import implement, note, opaque, portable
 from ..ops.quantize import Quantized, quantize_tokens, quantize_weight
 from ..registry import FLOATS
+from . import memory, structs
 from .compiled_library import TYPES, library, threads
 from .int8_linear import quantize_rows, row_quantizer, static_quantizer
 from .kv_attention import FORMATS
-from .memory import address
-from .structs import Tokens, struct_of
 
-_pack = struct_of(Tokens).pack
+_pack = structs.struct_of(structs.Tokens).pack
 
 
 def _empty_parts(x: torch.Tensor, dtype: str, scale_dtype: torch.dtype) -> list[torch.Tensor]:
@@ -50,9 +48,9 @@ def cpu_quantize_tokens(x: torch.Tensor, dtype: str, scale_dtype: torch.dtype) -
     note(f"cpu_quantize_tokens.{compiled.instruction_set}")
     x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
     parts = _empty_parts(x, dtype, scale_dtype)
-    pointers = [address(part) for part in parts]
+    pointers = [memory.address(part) for part in parts]
     compiled.quantize_tokens(_pack(
-        address(x), TYPES[x.dtype], *x.stride()[:3], *x.shape, FORMATS[form.values.dtype.name], pointers[0],
+        memory.address(x), TYPES[x.dtype], *x.stride()[:3], *x.shape, FORMATS[form.values.dtype.name], pointers[0],
         pointers[1], pointers[2] if len(pointers) > 2 else 0, TYPES[scale_dtype], *_bounds(form), threads(),
     ))  # fmt: skip
     return parts
@@ -87,7 +85,7 @@ def _quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> Quantized:
         rows is None
         or compiled is None
         or weight.dtype not in FLOATS
-        or not is_plain_on_cpu(weight)
+        or not slices.is_plain_on_cpu(weight)
         or not weight.numel()
         or any(size != 1 for size in block[:-1])
     ):

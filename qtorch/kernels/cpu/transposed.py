@@ -11,16 +11,12 @@ from torch import Tensor
 
 from ...primitives import CodebookSpec, qdtype
 from ..custom_ops import note, opaque
+from ..linear import scaled, weight_only
 from ..linear.lut_weight_only import lut_weight_mm
-from ..linear.scaled import INTEGERS
-from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, needs_matrix, to_rows
-from . import weight
-from .code_values import FLOATS
-from .compiled_library import missing
+from . import code_values, compiled_library, weight
 from .memory import empty
-from .weight import CompiledWeight, register_compiled
 from .weight_only import SLICE_BYTES, Dequantized
 
 
@@ -42,13 +38,13 @@ def cpu_transposed_mm(
     rows = codes.t()
     factors = scale.t().contiguous(), None if zero_point is None else zero_point.t().contiguous()
     about = (n, k, dtype, packed, domain, (low + high + 1) / 2)
-    made = CompiledWeight(rows, factors[0], factors[1] if table is None else table, *about)
+    made = weight.CompiledWeight(rows, factors[0], factors[1] if table is None else table, *about)
     if made.compiled is None or made.fields is None:
         note("cpu_transposed_mm.torch")
         if table is not None:
             return lut_weight_mm(x, codes, scale, table, qdtype(dtype).bits if packed else 8, 0 if packed else 1, k)
         if packed:
-            return packed_weight_mm(x, codes, k, -2, scale, zero_point, dtype, low, high, domain)
+            return weight_only.packed_weight_mm(x, codes, k, -2, scale, zero_point, dtype, low, high, domain)
         return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
     note(f"cpu_transposed_mm.{made.compiled.instruction_set}")
     numbers = Dequantized(made.compiled, made.fields, n, k, x.dtype)
@@ -68,19 +64,19 @@ def _supports(problem: Problem) -> str | None:
         return "takes the transpose of a weight with scales per row or group of a row"
     if isinstance(of_weight, CodebookSpec) and of_weight.table is None and groups > 1:
         return f"takes one table, or one for each row of the weight, it has {of_weight.granularity}"
-    return missing()
+    return compiled_library.missing()
 
 
-@register_compiled(
+@weight.register_compiled(
     "linear",
-    weight=(*INTEGERS, *FLOATS),
+    weight=(*scaled.INTEGERS, *code_values.FLOATS),
     activation=(),
     supports=_supports,
     checks_memory=True,
     note="gradients of the input",
     name="cpu_transposed_mm",
 )
-@register_compiled(
+@weight.register_compiled(
     "linear",
     spec=CodebookSpec,
     weight=None,

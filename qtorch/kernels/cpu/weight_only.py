@@ -22,17 +22,13 @@ from torch import Tensor, nn
 from ...primitives import CodebookSpec, Scheme, is_compiling, qdtype
 from ..config import generation
 from ..custom_ops import implement, note, opaque, portable, recording
-from ..linear.lut_weight_only import lut_weight_mm
-from ..linear.scaled import INTEGERS
-from ..linear.vector_codebook import rotated_input
-from ..linear.weight_only import packed_weight_mm
+from ..linear import lut_weight_only, scaled, vector_codebook, weight_only
 from ..ops.quantize import error_norms
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, choose, from_rows, needs_floats, to_rows
-from . import variants, weight
+from . import float_copies, variants, weight
 from .code_values import FLOATS, TABLE, QuantizedScales, tensors_of_scales
 from .compiled_library import TYPES, Library, threads
-from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
 from .structs import NO_INPUT, Call, Input, Output, Weight, pack, struct_of
 from .variants import VARIANTS
@@ -151,11 +147,11 @@ class WeightOnlyLinear(CompiledLinear):
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
         suffix = " copied" if self._key.partition(" ")[0] not in ("values", "units", "vectors") else ""
-        return "copy" if wanted() and self.choose(rows, suffix) == "float" else self.choose(rows)
+        return "copy" if float_copies.wanted() and self.choose(rows, suffix) == "float" else self.choose(rows)
 
     def rotated(self, x: Tensor) -> Tensor:
         """x as it meets the weight in floating point: rotated if that is."""
-        return rotated_input(x, self.fields.rotation if self.fields else 0)
+        return vector_codebook.rotated_input(x, self.fields.rotation if self.fields else 0)
 
     def finite(self, y: Tensor, x: Tensor, in_torch: Callable[[], Tensor], bias: Tensor | None) -> Tensor:
         """y with rows of `in_torch`, which rotates large ones as smaller ones, where a rotation made them infinite."""
@@ -191,7 +187,7 @@ def _in_torch(
     scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str, low: float, high: float, domain: str,
 ) -> Tensor:  # fmt: skip
     if packed:
-        return packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
+        return weight_only.packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
     return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
 
 
@@ -216,7 +212,7 @@ def multiply(
     compiled, variant = layer.compiled, layer.variant(m)
     if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
-        copy = float_copy((*tensors, *layer._of_scales), x.dtype, made.rows, n * k * x.element_size())
+        copy = float_copies.float_copy((*tensors, *layer._of_scales), x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note(f"{name}.float_copy")
             return layer.finite(_add(nn.functional.linear(layer.rotated(x), copy), bias), x, in_torch, bias)
@@ -309,7 +305,7 @@ def supports(problem: Problem) -> str | None:
 
 @register_compiled(
     "linear",
-    weight=(*INTEGERS, *FLOATS),
+    weight=(*scaled.INTEGERS, *FLOATS),
     activation=(),
     supports=supports,
     checks_memory=True,
@@ -349,7 +345,7 @@ def cpu_lut_mm(
         bias: (N) in the dtype of x, or None.
     """
     about = (n, x.shape[1], f"uint{bits}", packed, TABLE, 0.0)
-    in_torch = lambda: lut_weight_mm(x, codes, scale, table, bits if packed else 8, 1, n)  # noqa: E731
+    in_torch = lambda: lut_weight_only.lut_weight_mm(x, codes, scale, table, bits if packed else 8, 1, n)  # noqa: E731
     return multiply("cpu_lut_mm", x, (codes, scale, table), about, bias, in_torch)
 
 
@@ -402,7 +398,7 @@ def cpu_double_quantized_mm(
         dense, zeros = scales.numbers(scale, zero_point)
         if table is None:
             return _in_torch(x, codes, n, dense, zeros, packed, dtype, low, high, domain)
-        return lut_weight_mm(x, codes, dense, table, qdtype(dtype).bits if packed else 8, 1, n)
+        return lut_weight_only.lut_weight_mm(x, codes, dense, table, qdtype(dtype).bits if packed else 8, 1, n)
 
     third = zero_point if table is None else table
     return multiply("cpu_double_quantized_mm", x, (codes, scale, third), about, bias, in_torch, scales)

@@ -12,9 +12,8 @@ import torch
 
 from ....primitives.files import naming
 from ....primitives.spec import Scheme
+from ... import sources, tensor_file
 from ...hf_folder import FolderSource, HFFolder, Parts, StoredWeight
-from ...sources import register_source
-from ...tensor_file import Stored
 from ..blocks import FLOATS, dense_words, multiplier_of, padded_words, unpack_either, unpack_nibbles
 from .config_groups import METHOD, Config
 from .scheme import Args, Group, activation_spec, linear_spec, weight_spec
@@ -53,7 +52,7 @@ class StoredModule:
     def __contains__(self, name: str) -> bool:
         return f"{self.prefix}{name}" in self.folder.stored
 
-    def info(self, name: str) -> Stored:
+    def info(self, name: str) -> tensor_file.Stored:
         """What the header says of a tensor."""
         if name not in self:
             raise ValueError(f"has no {name}")
@@ -197,7 +196,7 @@ OF_OUTPUT = ("output_scale", "output_zero_point", "output_global_scale")
 OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 
 
-@register_source
+@sources.register_source
 class CompressedTensorsSource(FolderSource):
     """A folder that vLLM and transformers read by ``quant_method: compressed-tensors``."""
 

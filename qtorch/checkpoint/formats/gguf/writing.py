@@ -18,10 +18,8 @@ import torch
 from ....dtypes import QuantizedTensor, quantized_type
 from ....primitives import LinearSpec, MappingType, QuantSpec, files
 from ....primitives.layouts.plain import smallest_layout
-from ...save_folder import SaveFormat, register_save_format
-from ...sources import Source
+from ... import save_folder, sources, tensor_file
 from ...stacked_experts import fuse_experts
-from ...tensor_file import TensorFile
 from .architectures import ARCHITECTURES, parameter_of, permute, stored_names
 from .block_types import ENCODED, NUMBERS, encode, type_of
 from .metadata import derived_tensors, metadata_of, write_vocabulary
@@ -40,8 +38,8 @@ _AS_NUMBERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 _RECIPES = {8: "gguf_q8_0()", 5: "gguf_q5_0()", 4: "gguf_q4_0()"}
 
 
-@register_save_format
-class GgufFormat(SaveFormat):
+@save_folder.register_save_format
+class GgufFormat(save_folder.SaveFormat):
     """A file of llama.cpp; the options are those of `save_gguf`, `tokenizer` a folder."""
 
     name = "gguf"
@@ -64,7 +62,7 @@ class GgufFormat(SaveFormat):
         self.unused = {key for key in self.types if key != ".*"}
 
     @classmethod
-    def prepare(cls, source: Source, config: Mapping[str, Any]) -> Source:
+    def prepare(cls, source: sources.Source, config: Mapping[str, Any]) -> sources.Source:
         layers = range(int(config.get("num_hidden_layers") or 0))
         parts = ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
         return fuse_experts(source, [f"model.layers.{layer}.mlp.{part}" for layer in layers for part in parts])
@@ -155,7 +153,7 @@ class GgufFormat(SaveFormat):
             write_vocabulary(writer, folder, self.model_config)
             tensors = derived_tensors(self.model_config)
             for part in parts:
-                file = TensorFile(part)
+                file = tensor_file.TensorFile(part)
                 stack.callback(file.close)
                 tensors |= {name: file.map(name) for name in file.stored}
             arrays = [(t.view(torch.uint8) if t.dtype is torch.bfloat16 else t).numpy() for t in tensors.values()]
