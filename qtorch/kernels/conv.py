@@ -300,14 +300,9 @@ def _supports(problem: Problem) -> str | None:
 
 
 @register(
-    "conv",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    activation=("int8",),
-    priority=20,
-    supports=_supports,
+    "conv", layout=("plain", "packed"), weight=INTEGERS, activation=("int8",), priority=20, supports=_supports,
     note="on windows of the codes, gathered first",
-)
+)  # fmt: skip
 def image_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """(B, N, *positions) in the dtype of x (B, C, *sizes)."""
     xq, xs, xz = quantize.quantize_dynamic(x.flatten(1), weight.scheme.activation)

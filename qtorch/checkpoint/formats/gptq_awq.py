@@ -67,13 +67,9 @@ GPTQ = {
 AWQ = Packing(bits=(4,), along_outputs=True)
 
 AUTO_ROUND = {
-    "auto_round:auto_gptq": GPTQ["gptq"],
-    "auto_round:gptq": GPTQ["gptq"],
-    "auto_round": GPTQ["gptq_v2"],
-    "auto_round:gptqmodel": GPTQ["gptq_v2"],
-    "auto_round:auto_awq": AWQ,
-    "auto_round:awq": AWQ,
-}
+    "auto_round:auto_gptq": GPTQ["gptq"], "auto_round:gptq": GPTQ["gptq"], "auto_round": GPTQ["gptq_v2"],
+    "auto_round:gptqmodel": GPTQ["gptq_v2"], "auto_round:auto_awq": AWQ, "auto_round:awq": AWQ,
+}  # fmt: skip
 """By `packing_format`; the first is that of transformers' AutoRoundConfig, for files without one."""
 
 

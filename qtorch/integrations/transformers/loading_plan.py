@@ -168,13 +168,9 @@ class Plan:
         made: Tensor = recipe.make(Target([loaded]), weight)
         kernel = choose(explain.problem_of(made, loaded.module, weight.dtype, weight.device.type)).name  # type: ignore[arg-type]
         self._rows[id(target)] = replace(
-            self._rows[id(target)],
-            action="quantized",
-            detail=str(recipe),
-            bytes_before=weight.nbytes,
-            bytes_after=made.nbytes,
-            kernel=kernel,
-        )
+            self._rows[id(target)], action="quantized", detail=str(recipe), bytes_before=weight.nbytes,
+            bytes_after=made.nbytes, kernel=kernel,
+        )  # fmt: skip
         return made
 
     def calibrate(self, model: Any, config: QtorchConfig) -> None:

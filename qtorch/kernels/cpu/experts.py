@@ -256,14 +256,9 @@ def _supports(problem: Problem) -> str | None:
 
 
 @register_compiled(
-    "grouped_linear",
-    weight=(*INTEGERS, *code_values.FLOATS),
-    activation=(),
-    supports=_supports,
-    checks_memory=True,
-    advice=variants.advice,
-    name="cpu_experts_mm",
-)
+    "grouped_linear", weight=(*INTEGERS, *code_values.FLOATS), activation=(), supports=_supports, checks_memory=True,
+    advice=variants.advice, name="cpu_experts_mm",
+)  # fmt: skip
 def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     form = weight.form(quantized.scheme)
     y = cpu_experts_mm(x, experts, quantized.qdata, quantized.dense_scale(), quantized.dense_zero_point(), *form)
@@ -273,13 +268,9 @@ def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
 
 
 @register_compiled(
-    "grouped_linear",
-    activation=("int8",),
-    supports=_supports,
-    checks_memory=True,
-    advice=variants.advice,
+    "grouped_linear", activation=("int8",), supports=_supports, checks_memory=True, advice=variants.advice,
     name="cpu_experts_int8_mm",
-)
+)  # fmt: skip
 def _grouped_linear_int8(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     scheme = quantized.scheme
     packed = scheme.layout.packed_axis is not None

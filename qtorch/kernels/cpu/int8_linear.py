@@ -224,13 +224,8 @@ _is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @weight.register_compiled(
-    "linear",
-    activation=("int8",),
-    supports=supports,
-    checks_memory=True,
-    advice=variants.advice,
-    name="cpu_int8_mm",
-)
+    "linear", activation=("int8",), supports=supports, checks_memory=True, advice=variants.advice, name="cpu_int8_mm",
+)  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     if is_compiling() and _is_better_fused(scheme) and not is_at_most(x.numel(), 16 * x.shape[-1]):

@@ -68,24 +68,13 @@ def _supports(problem: Problem) -> str | None:
 
 
 @weight.register_compiled(
-    "linear",
-    weight=(*scaled.INTEGERS, *code_values.FLOATS),
-    activation=(),
-    supports=_supports,
-    checks_memory=True,
-    note="gradients of the input",
-    name="cpu_transposed_mm",
-)
+    "linear", weight=(*scaled.INTEGERS, *code_values.FLOATS), activation=(), supports=_supports, checks_memory=True,
+    note="gradients of the input", name="cpu_transposed_mm",
+)  # fmt: skip
 @weight.register_compiled(
-    "linear",
-    spec=CodebookSpec,
-    weight=None,
-    activation=(),
-    supports=_supports,
-    checks_memory=True,
-    note="gradients of the input",
-    name="cpu_transposed_lut_mm",
-)
+    "linear", spec=CodebookSpec, weight=None, activation=(), supports=_supports, checks_memory=True,
+    note="gradients of the input", name="cpu_transposed_lut_mm",
+)  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     has_table = isinstance(scheme.weight, CodebookSpec)

@@ -28,15 +28,9 @@ def _supports(problem: Problem) -> str | None:
 
 
 @weight.register_compiled(
-    "linear",
-    layout=LAYOUT,
-    weight=None,
-    activation=(),
-    supports=_supports,
-    checks_memory=True,
-    rotated=True,
+    "linear", layout=LAYOUT, weight=None, activation=(), supports=_supports, checks_memory=True, rotated=True,
     name="cpu_vector_codebook_mm",
-)
+)  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = weight.split_bias(bias, x, quantized.scheme.shape[0])
     y = cpu_vector_codebook_mm(to_rows(x), quantized.qdata, quantized.scale, rotation_of(quantized), added)

@@ -358,13 +358,8 @@ def _supports_table(problem: Problem) -> str | None:
 
 
 @register_compiled(
-    "linear",
-    spec=CodebookSpec,
-    weight=None,
-    activation=(),
-    supports=_supports_table,
-    name="cpu_lut_mm",
-)
+    "linear", spec=CodebookSpec, weight=None, activation=(), supports=_supports_table, name="cpu_lut_mm",
+)  # fmt: skip
 def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits

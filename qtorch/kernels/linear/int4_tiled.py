@@ -74,14 +74,9 @@ NOTE = "bf16 inputs: scales and zero points are rounded to bf16"
 
 
 @register(
-    "linear",
-    layout="tensor_core_tiled",
-    activation=(),
-    priority=10,
-    supports=_supports,
-    note=NOTE,
+    "linear", layout="tensor_core_tiled", activation=(), priority=10, supports=_supports, note=NOTE,
     name="int4_tiled_mm",
-)
+)  # fmt: skip
 def int4_tiled_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with a weight in the tiled layout."""
     n, k = weight.scheme.shape

@@ -35,13 +35,9 @@ from .moment_form import as_moment, flat_blocks, form_of, like, local_of
 BLOCK = 256
 
 SPEC = QuantSpec(
-    qdtype("uint4"),
-    PerRow(),
-    mapping=MappingType.ASYMMETRIC,
-    zero_point_domain=ZeroPointDomain.OFFSET,
-    scale_dtype=torch.float32,
-    preserve_zero=False,
-)
+    qdtype("uint4"), PerRow(), mapping=MappingType.ASYMMETRIC, zero_point_domain=ZeroPointDomain.OFFSET,
+    scale_dtype=torch.float32, preserve_zero=False,
+)  # fmt: skip
 
 
 def top_directions(gram: Tensor, rank: int) -> Tensor:

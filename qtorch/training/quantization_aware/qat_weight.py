@@ -240,13 +240,9 @@ COPIES = {
 """Operators whose result has the axes of their argument."""
 
 CUTS = {
-    aten.chunk.default: 2,
-    aten.select.int: 1,
-    aten.slice.Tensor: 1,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.unbind.int: 1,
-}
+    aten.chunk.default: 2, aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2, aten.unbind.int: 1,
+}  # fmt: skip
 """Operators that take parts along one axis, and the position of the axis in their arguments; 0 if it is not given."""
 
 
