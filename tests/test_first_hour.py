@@ -268,7 +268,7 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda _: gptq([inputs()], INT8), "recipe takes an inference recipe such as int4_weight_only.*, got "),
         (lambda _: auto(INT8, 5), "batches takes Iterable, got 5"),
         (lambda _: quantize_(mlp(), gptq(INT8, inputs())), r"a list of inputs of the model.*write \[batch\]"),
-        (lambda _: quantize_(mlp(), gptq(INT8, "text.txt")), "is a list of inputs of the model, got 'text.txt'"),
+        (lambda _: quantize_(mlp(), gptq(INT8, "text.txt")), "is a list of inputs, got 'text.txt'"),
         (lambda _: quantize_(mlp(), gptq(INT8, [])), "it needs at least one batch"),
         (lambda _: quantize_(mlp(), observed(INT8, [inputs()])), r"does is int8_static_activation_int8_weight\(\)"),
     ],

@@ -113,5 +113,5 @@ def test_what_is_left_apart():
     }
     assert all(words[path.split(".")[0]] in reason for path, reason in report.skipped)
     assert f"{len(report.fused)} of 12 groups" in str(report)
-    refuses("fuse_projections: Linear has no layers named", lambda: fuse_projections(nn.Linear(2, 2)))
+    refuses("fuse_projections: Linear has no layers ", lambda: fuse_projections(nn.Linear(2, 2)))
     refuses("got None", lambda: fuse_projections(None), TypeError)

@@ -169,7 +169,7 @@ def test_depthwise_weights_that_are_viewed() -> None:
     assert isinstance(squeezed, AffineQuantizedTensor)
     assert torch.equal(functional.conv1d(x, squeezed.unsqueeze(1), conv.bias, groups=8), wanted)
     assert torch.equal(functional.conv1d(x, plain.weight.unsqueeze(1), conv.bias, groups=8), wanted)
-    with pytest.raises(TypeError, match="conv1d takes a float input and a ConvWeight"):
+    with pytest.raises(TypeError, match="conv1d takes floats and a ConvWeight"):
         functional.conv1d(x, INT8.apply(torch.randn(8, 8, 4)), None)
 
 

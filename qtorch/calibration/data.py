@@ -57,9 +57,7 @@ class Data:
             ValueError: they do not; there is no batch, or an empty one; or `batches` is itself one batch.
         """
         if isinstance(self.batches, Tensor | Mapping | str) or not isinstance(self.batches, Iterable):
-            raise ValueError(
-                f"calibration: batches is a list of inputs of the model, got {_described(self.batches)}; write [batch]"
-            )
+            raise ValueError(f"calibration: batches is a list of inputs, got {_described(self.batches)}; write [batch]")
         batches = list(self.batches)
         if not batches:
             raise ValueError(NO_BATCH)

@@ -128,9 +128,7 @@ def as_conv_weight(weight: Any) -> Any:
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose weight is that of a convolution."""
 
-WINDOWS_NOTE = (
-    "on windows of the input, gathered first: on CPU slower than in fp32 where images are large, channels few"
-)
+WINDOWS_NOTE = "on windows of the input, gathered first: on CPU slower than fp32 where images are large, channels few"
 """What to know of a product that is a convolution."""
 
 
@@ -186,9 +184,7 @@ def _checked_shape(name: str, input: Tensor, weight: Any) -> Sequence[int]:
     tracing.refuse_jit_trace()
     takes = isinstance(weight, ConvWeight) or (isinstance(weight, QuantizedTensor) and weight.trains)
     if not takes or isinstance(input, QuantizedTensor):
-        raise TypeError(
-            f"{name} takes a float input and a ConvWeight, or one in training, got {linear.kinds(input, weight)}"
-        )
+        raise TypeError(f"{name} takes floats and a ConvWeight, or one in training, got {linear.kinds(input, weight)}")
     shape: tuple[int, ...] = weight.scheme.shape
     linear.check_dtype(name, input, weight.scheme.dtype)
     linear.check_device(name, input, weight)

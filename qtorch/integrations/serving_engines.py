@@ -68,9 +68,7 @@ def _config_class(quantization: Any, methods: Any, linear: Any, unquantized: Any
             super().__init__()
             self.packed_modules_mapping = config.get("packed_modules_mapping", {})
             if config.get("training"):
-                raise ValueError(
-                    f"{QUANT_METHOD}: the folder holds weights in training; quantize_(model, convert()), then save it"
-                )
+                raise ValueError(f"{QUANT_METHOD}: weights in training; quantize_(model, convert()), then save it")
             self.entries: Entries = {}
             # SGLang hands on the model's configuration, vLLM calls `maybe_update_config`.
             if config.get("hf_config") is not None:

@@ -222,9 +222,7 @@ def sizes_only(only: bool) -> Iterator[None]:
 def check_has_values(weight: Tensor, recipe: Recipe) -> None:
     """Raise `ValueError` where `weight` is on the meta device."""
     if weight.is_meta and not _sizes_only.get():
-        raise ValueError(
-            f"the weight is on the meta device, without values to quantize by {recipe.name}(); load it first"
-        )
+        raise ValueError(f"the weight is on the meta device, without values for {recipe.name}(); load it first")
 
 
 class WeightRecipe(Recipe):

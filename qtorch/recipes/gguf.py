@@ -141,9 +141,7 @@ class _KType(WeightRecipe):
     def check_form(self, weight: torch.Tensor) -> None:
         super().check_form(weight)
         if weight.shape[-1] % K:
-            raise ValueError(
-                f"{self.name}: a row has super-blocks of {K}, got {weight.shape[-1]}; gguf_q4_0() takes 32"
-            )
+            raise ValueError(f"{self.name}: a row has super-blocks of {K}, got {weight.shape[-1]}; gguf_q4_0() has 32")
 
 
 @register_recipe("gguf_q6_k")

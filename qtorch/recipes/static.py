@@ -101,9 +101,7 @@ class Int8StaticActivationInt8Weight(StaticActivationRecipe):
 
     def __post_init__(self) -> None:
         if self.act_mapping_type is MappingType.ASYMMETRIC and self.scale is not None:
-            raise ValueError(
-                f"{self.name}: an asymmetric activation has a zero point, which data chooses; leave scale out"
-            )
+            raise ValueError(f"{self.name}: an asymmetric activation has a zero point, chosen by data; leave scale out")
         super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:

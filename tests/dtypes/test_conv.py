@@ -302,7 +302,7 @@ ValueError: stride, padding and dilation take 1 or 2 sizes, got [1, 2, 3]
 ValueError: the kernel (4, 2), dilated by (9, 9), exceeds the padded input
 ValueError: conv1d takes an input of 2 or 3 axes and a weight of 3, got shapes (2, 32, 9, 8) and (8, 32, 4, 2)
 TypeError: conv2d takes a floating-point input, got torch.int64: input.to(torch.float32)
-TypeError: conv2d takes a float input and a ConvWeight, or one in training, got Tensor and AffineQuantizedTensor
+TypeError: conv2d takes floats and a ConvWeight, or one in training, got Tensor and AffineQuantizedTensor
 ValueError: conv2d: the input is on cpu, the weight on meta
 ValueError: a matrix of shape (8, 256) does not fit a weight of shape (8, 3, 3, 3), which takes (8, 27)
 NotImplementedError: aten.transpose.int is not implemented for the weight of a convolution, which can be sliced along its first axis only; call .dequantize() first if you want a float tensor

@@ -189,8 +189,8 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings, says", [
-    ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', which is not read; known: gptq"),
-    ({"checkpoint_format": "bitblas"}, "checkpoint_format is 'bitblas', which is not read; known: gptq"),
+    ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not read; known: gptq"),
+    ({"checkpoint_format": "bitblas"}, "checkpoint_format 'bitblas' is not read; known: gptq"),
     ({"method": "auto-round", "packing_format": "auto_round:llm_compressor"},
      "model: packing_format is 'auto_round:llm_compressor', which is not read"),
 ])  # fmt: skip

@@ -193,7 +193,7 @@ def test_what_is_held_and_the_format() -> None:
     refuses(r"\(32, 64\) are not 2:4 sparse along axis -1: 512 of 512 runs", lambda: make(torch.ones(32, 64), INT8))
     pruned = prune_2_4(torch.randn(32, 64))
     refuses("packs int8 and float8_e4m3fn codes, the weight has int4", lambda: make(pruned, QuantSpec("int4")))
-    with pytest.raises(ValueError, match=r"without zero point, whose zeros have the code zero, got int8 P.* asymm"):
+    with pytest.raises(ValueError, match=r"takes no zero point, as zeros have the code zero, got int8 P.* asymm"):
         make(pruned, QuantSpec("int8", mapping=MappingType.ASYMMETRIC))
     # 16 codes: the first of each run, the second of each, then the positions, as `pack_bits` has them.
     codes = torch.tensor([0, 9, 0, 8, 7, 6, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0], dtype=torch.int8)

@@ -101,14 +101,12 @@ def quantized(item: Item, option: int) -> nn.Parameter:
     return nn.Parameter(candidate.make(item.target, item.parameter.detach()), False)
 
 
-def improve(
-    divergence: Divergence, options: Sequence[int], costs: Costs, scores: Values, limit: int, tries: int
-) -> Improved:
-    """Try up to `tries` swaps, and keep those by which the divergence falls."""
-    items = divergence.items
+def improve(loss: Divergence, options: Sequence[int], costs: Costs, scores: Values, limit: int, tries: int) -> Improved:
+    """Try up to `tries` swaps, and keep those by which the loss falls."""
+    items = loss.items
     chosen = list(options)
     parameters = [quantized(item, option) for item, option in zip(items, chosen)]
-    before = least = divergence.of(parameters)
+    before = least = loss.of(parameters)
     seen = {tuple(chosen)}
     tried = kept = 0
     queue = iter(swaps(chosen, costs, scores, limit))
@@ -121,7 +119,7 @@ def improve(
         new = list(parameters)
         for index, option in swap.options.items():
             new[index] = quantized(items[index], option)
-        if (found := divergence.of(new)) < least:
+        if (found := loss.of(new)) < least:
             least, parameters, chosen, kept = found, new, list(result), kept + 1
             queue = iter(swaps(chosen, costs, scores, limit))
     return Improved(tuple(chosen), before, least, tried, kept)

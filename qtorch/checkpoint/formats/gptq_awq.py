@@ -88,9 +88,7 @@ class GptqSource(FolderSource):
         if config.get("is_marlin_format"):
             name = "marlin"
         if name not in GPTQ:
-            raise ValueError(
-                f"{self.path}: checkpoint_format is {name!r:.40}, which is not read; known: {', '.join(GPTQ)}"
-            )
+            raise ValueError(f"{self.path}: checkpoint_format {name!r:.40} is not read; known: {', '.join(GPTQ)}")
         packing, meta = GPTQ[name], config.get("meta")
         if packing.minus_one and "gptqmodel" in str(meta.get("quantizer") if isinstance(meta, dict) else ""):
             packing = replace(packing, borrows=True)

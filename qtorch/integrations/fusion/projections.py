@@ -144,9 +144,7 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         if all(isinstance(getattr(parent, name, None), nn.Module) for name in group)
     ]
     if not found:
-        raise ValueError(
-            f"fuse_projections: {type(model).__name__} has no layers named {' or '.join(map(str, groups))}"
-        )
+        raise ValueError(f"fuse_projections: {type(model).__name__} has no layers {' or '.join(map(str, groups))}")
     for path, parent, names in found:
         layers: list[Any] = [getattr(parent, name) for name in names]
         if (reason := _why_not(layers)) is not None:

@@ -154,12 +154,10 @@ def codes_of(
 
 
 @implement("dequantize_codes", "cpu")
-def cpu_dequantize_codes(
-    codes: Tensor, scale: Tensor | None, zero_point: Tensor | None, kind: QDType, *about: Any
-) -> Tensor:
+def cpu_dequantize_codes(codes: Tensor, scale: Tensor | None, zero: Tensor | None, kind: QDType, *about: Any) -> Tensor:
     """See `dequantize_codes`; the last of `about` is the dtype of the result."""
-    real = _reals(codes, scale, kind) if zero_point is None and about[-1] is torch.float32 else None
-    return portable(dequantize_codes)(codes, scale, zero_point, kind, *about) if real is None else real
+    real = _reals(codes, scale, kind) if zero is None and about[-1] is torch.float32 else None
+    return portable(dequantize_codes)(codes, scale, zero, kind, *about) if real is None else real
 
 
 def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:

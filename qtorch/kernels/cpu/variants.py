@@ -198,12 +198,10 @@ def advice() -> str | None:
 
 
 @functools.cache
-def key_of(
-    activation: str | torch.dtype, packed: bool, grouped: bool, elements: int, short_groups: bool = False
-) -> str:
+def key_of(activation: str | torch.dtype, packed: bool, grouped: bool, numel: int, short_groups: bool = False) -> str:
     """Key of the table: dtype of the activation (int8, or that of a weight-only layer), form and size of the weight.
     With short groups an int8 activation may be multiplied by "channels" (`weight.has_short_groups`)."""
-    name, size = str(activation).removeprefix("torch."), "small" if elements <= SMALL else "large"
+    name, size = str(activation).removeprefix("torch."), "small" if numel <= SMALL else "large"
     groups = "short groups" if short_groups and name == "int8" else "groups" if grouped else "rows"
     return f"{name} {'packed' if packed else 'plain'} {groups} {size}"
 

@@ -72,9 +72,7 @@ class Muon8bit(LowBitAdam):
             self.param_groups.pop()
             name = type(self).__name__
             if wrong:
-                raise ValueError(
-                    f'{name} takes matrices, others in a group with "use_muon": False, got shape {wrong[0]}'
-                )
+                raise ValueError(f'{name} takes matrices, others in a group of "use_muon": False, got shape {wrong[0]}')
             raise ValueError(
                 f"{name}: momentum is at least 0 and less than 1, adjust_lr_fn None, "
                 f"{', '.join(map(repr, ADJUSTMENTS))}, got {group['momentum']} and {group['adjust_lr_fn']!r}"

@@ -110,6 +110,6 @@ def test_bf16_offload_and_refusals() -> None:
     train_on = CPUOffloadOptimizer(layer.parameters(), Muon8bit, lr=1e-2)
     layer(torch.randn(4, 64)).sum().backward()
     train_on.step()
-    refuses('others in a group with "use_muon": False, got shape', lambda: Muon8bit([torch.ones(8)]))
+    refuses('others in a group of "use_muon": False, got shape', lambda: Muon8bit([torch.ones(8)]))
     refuses("momentum is at least 0 and less than 1", lambda: Muon8bit([torch.ones(2, 2)], momentum=1.0))
     refuses("'match_rms_adamw', got 0.95 and 'x'", lambda: Muon8bit([torch.ones(2, 2)], adjust_lr_fn="x"))
