@@ -16,9 +16,8 @@ from qtorch import int4_weight_only, int8_weight_only, load_quantized, quantize_
 from qtorch import save_quantized as save
 from qtorch.dtypes import ConvWeight, QuantizedTensor
 from qtorch.training import lora_qat, qat
+from tests import fast_part, quantize_model
 from tests.checkpoint_model import INT8, Model, contents, edit_header, error, meta, quantized
-from tests.fast_part import slow_but
-from tests.quantize_model import interrupted
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
@@ -161,7 +160,7 @@ def installs(file: str) -> bool:
     return of_qtorch and ("checkpoint" in file or file.endswith("model/install.py"))
 
 
-@pytest.mark.parametrize("raises", slow_but([KeyboardInterrupt], [KeyboardInterrupt, MemoryError]))
+@pytest.mark.parametrize("raises", fast_part.slow_but([KeyboardInterrupt], [KeyboardInterrupt, MemoryError]))
 def test_interrupted_at_every_line(raises: type[BaseException], path: Path) -> None:
     """The old model or the new one; of the first lines, which only read, some are left out."""
 
@@ -174,13 +173,13 @@ def test_interrupted_at_every_line(raises: type[BaseException], path: Path) -> N
     lines = next(
         count
         for count in range(200, 4000, 50)
-        if not interrupted(lambda: load_quantized(build(), path), count, installs, raises)
+        if not quantize_model.interrupted(lambda: load_quantized(build(), path), count, installs, raises)
     )
     outcomes = set()
     for at in [*range(1, lines - 150, 7), *range(max(1, lines - 150), lines + 1)]:
         model = build()
         before = dict(contents(model))
-        interrupted(lambda model=model: load_quantized(model, path), at, installs, raises)
+        quantize_model.interrupted(lambda model=model: load_quantized(model, path), at, installs, raises)
         after = dict(contents(model))
         assert list(after) == list(before)
         is_old = {after[name] is before[name] for name in before}

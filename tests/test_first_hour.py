@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import compute_error, dequantize_, explain, load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.calibration import auto, gptq, observed
-from qtorch.dtypes import QuantizedTensor
 from qtorch.primitives.jsonable import _field_types
 from qtorch.recipes import int4_weight_only, int8_dynamic_activation_int4_weight, int8_weight_only
 from qtorch.recipes.base import RECIPES, Recipe
@@ -78,7 +77,7 @@ def test_sizes_before_there_is_a_model() -> None:
 def test_leave_a_layer_alone() -> None:
     model = mlp()
     quantize_(model, {"2": None, ".*": int4_weight_only(group_size=32)})
-    assert [isinstance(layer.weight, QuantizedTensor) for layer in (model[0], model[2])] == [True, False]
+    assert [isinstance(layer.weight, qtorch.dtypes.QuantizedTensor) for layer in (model[0], model[2])] == [True, False]
 
 
 def test_save_and_load(tmp_path: Path) -> None:

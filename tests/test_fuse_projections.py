@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 import qtorch
@@ -29,8 +28,8 @@ class Block(nn.Module):
 
     def forward(self, x, other=None):
         keys = x if other is None else other
-        y = functional.softmax(self.q_proj(x)[..., :32] @ self.k_proj(keys).mT, -1) @ self.v_proj(keys)
-        return functional.silu(self.gate_proj(x)) * self.up_proj(x), y
+        y = nn.functional.softmax(self.q_proj(x)[..., :32] @ self.k_proj(keys).mT, -1) @ self.v_proj(keys)
+        return nn.functional.silu(self.gate_proj(x)) * self.up_proj(x), y
 
 
 def products(ran):

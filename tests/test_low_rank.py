@@ -20,15 +20,12 @@ from qtorch.calibration import AutoRound, auto, calibrated, gptq, importance_wei
 from qtorch.checkpoint.formats.gguf import block_types
 from qtorch.checkpoint.save_folder import SAVE_FORMATS
 from qtorch.dtypes import LowRankWeight
-from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, qdtype, to_json
 from qtorch.primitives.low_rank_factors import low_rank_factors
 from qtorch.recipes.base import WeightRecipe, register_recipe
 from qtorch.training import qat
-from tests.every_recipe import NAMES, make
-from tests.quantize_model import assert_same
+from tests import every_recipe, quantize_model, rounding
 from tests.refusals import refuses
-from tests.rounding import gamma
 
 N, K, RANK = 192, 256, 8
 
@@ -62,9 +59,9 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not make(name).prunes])
+@pytest.mark.parametrize("name", [name for name in every_recipe.NAMES if not every_recipe.make(name).prunes])
 def test_the_product_is_that_of_the_codes_and_of_the_branch(name: str) -> None:
-    recipe = low_rank(make(name, 32), RANK)
+    recipe = low_rank(every_recipe.make(name, 32), RANK)
     for dtype in (torch.float32, torch.bfloat16):
         check_product(recipe, dtype)
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
@@ -74,14 +71,14 @@ def check_product(recipe: Any, dtype: torch.dtype) -> None:
     made, x = layer(recipe, dtype), torch.randn(3, 5, K, dtype=dtype)
     weight: Any = made.weight
     branch = weight.up.double() @ weight.down.double()
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = made(x)
     assert ran[0] == f"linear:{explain(weight).kernel}"
     assert "beside a branch of rank 8" in explain(weight).note
     codes = nn.functional.linear(x, weight.matrix, made.bias)
     size = x.double().abs() @ (weight.matrix.dequantize().double().abs() + branch.abs()).t() + 1
     size += (x.double().abs() @ weight.down.double().abs().t()) @ weight.up.double().abs().t()
-    bound = 2 * gamma(K + RANK + 8) * size if dtype == torch.float32 else 2**-6 * size
+    bound = 2 * rounding.gamma(K + RANK + 8) * size if dtype == torch.float32 else 2**-6 * size
     assert bool(((y.double() - codes.double() - x.double() @ branch.t()).abs() <= bound).all())
     dequantized = weight.matrix.dequantize(torch.float32).double() + branch
     assert relative(weight.dequantize(torch.float32), dequantized) < 1e-6
@@ -210,7 +207,7 @@ def test_files(tmp_path: Path) -> None:
     qtorch.save_quantized(model, path)
     loaded = layer()
     load_quantized(loaded, path)
-    assert_same(loaded, model)
+    quantize_model.assert_same(loaded, model)
     assert torch.equal(loaded(x), model(x))
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -246,7 +243,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
         weight.nbytes for weight in model.parameters() if isinstance(weight, LowRankWeight)
     )
     model.save_pretrained(tmp_path)
-    assert_same(type(model).from_pretrained(tmp_path), model)
+    quantize_model.assert_same(type(model).from_pretrained(tmp_path), model)
 
 
 def test_refusals() -> None:

@@ -15,7 +15,6 @@ from qtorch import convert_checkpoint, load_quantized, quantize_, quantize_check
 from qtorch.checkpoint.sources import SOURCES, Contents, QtorchSource, open_source, register_source
 from qtorch.checkpoint.streaming import forms
 from qtorch.checkpoint.tensor_file import TensorFile
-from qtorch.dtypes import QuantizedTensor
 from tests.float_checkpoints import assert_same, decoder, expected, save_shards, stored
 from tests.refusals import refuses
 
@@ -166,7 +165,7 @@ def test_experts(tmp_path: Path) -> None:
     recipe = qtorch.int4_weight_only(group_size=32)
     for name, value in fused.items():
         assert torch.equal(mlp["experts"][name].dequantize(), recipe.apply(value).dequantize())
-    assert not isinstance(mlp["gate"].weight, QuantizedTensor)
+    assert not isinstance(mlp["gate"].weight, qtorch.dtypes.QuantizedTensor)
     # The matrices of all experts in one tensor: by name only, as in quantize_.
     named = {f"mlp.experts.{name}": value for name, value in fused.items()}
     save_file({**named, "head.weight": torch.randn(8, 64)}, tmp_path / "fused.safetensors")
@@ -200,7 +199,7 @@ def test_a_folder_of_transformers(shards: bool, source: Path, tmp_path: Path) ->
     for name, parameter in wanted.named_parameters():
         found = model.get_parameter(name)
         assert type(found) is type(parameter), name
-        both = [p.dequantize() if isinstance(p, QuantizedTensor) else p for p in (found, parameter)]
+        both = [p.dequantize() if isinstance(p, qtorch.dtypes.QuantizedTensor) else p for p in (found, parameter)]
         assert torch.equal(*both), name
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, quantize_, quantize_checkpoint
 from qtorch.calibration import gptq
-from qtorch.kernels import record_kernels
 from qtorch.recipes.base import Recipe
 from tests.float_checkpoints import decoder, save_shards
 from tests.quantize_model import INT8, Mlp, same, state_of
@@ -185,7 +184,7 @@ every_case = pytest.mark.parametrize(("recipe", "low", "high", "kernel"), CASES,
 
 def output(model: nn.Module, *args: Tensor) -> tuple[Tensor, list[str]]:
     """What the model gives, and which linear kernels ran."""
-    with torch.no_grad(), record_kernels() as ran:
+    with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
         y = model(*args)
     return y, [name for name in ran if name.startswith("linear:")]
 
@@ -222,7 +221,7 @@ def test_attention_projection_asked_for_by_name(batch_first: bool) -> None:
     x = torch.randn(2, 7, 64)
     wanted = attention(x, x, x)[0]
     qtorch.quantize_(attention, {"in_proj_weight": INT8, "out_proj": INT8})
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = attention(x, x, x)[0]
     assert 35 < qtorch.compute_error(wanted, y) < 55
     assert ran.count("linear:weight_only_mm") == 2

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
 
 import qtorch
 from qtorch.primitives import HQQRule, MSERule, to_json
@@ -89,9 +88,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: static_float8(activation_dtype=torch.int8), "float8_weight takes float8_e4m3fn.*, got int8"),
     (lambda: static_float8(weight_dtype=torch.int8), "float8_weight takes float8_e4m3fn.*, got int8"),
-    (lambda: qtorch.quantize_(nn.Linear(40, 8), qtorch.mxfp4_weight_only()), "does not divide"),
+    (lambda: qtorch.quantize_(torch.nn.Linear(40, 8), qtorch.mxfp4_weight_only()), "does not divide"),
     (
-        lambda: qtorch.quantize_(nn.Linear(48, 8), qtorch.int4_weight_only(-1, FLOAT, layout=TILED)),
+        lambda: qtorch.quantize_(torch.nn.Linear(48, 8), qtorch.int4_weight_only(-1, FLOAT, layout=TILED)),
         r"takes groups of 32, 64, 128 or 256 along a row, the weight has blocks of \(1, 48\)",
     ),
     (lambda: register_recipe("int8_weight_only")(_Mine), "'int8_weight_only' is taken"),
@@ -159,7 +158,7 @@ def test_use_hqq(recipe: Any) -> None:
 
 def test_what_rows_share_in_nvfp4() -> None:
     """One fp32 scale for the batch: small rows are accurate while scales of blocks are normal numbers, then zeros."""
-    layer = nn.Linear(256, 96, bias=False)
+    layer = torch.nn.Linear(256, 96, bias=False)
     qtorch.quantize_(layer, qtorch.nvfp4_dynamic_activation_nvfp4_weight())
     rows = torch.randn(4, 256).clamp(-3, 3)
     weight = layer.weight.dequantize()

@@ -11,10 +11,7 @@ from torch import nn
 import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
 from qtorch.calibration import Descent, ScaleRefit, calibrated, gptq
-from qtorch.kernels import record_kernels
-from qtorch.kernels.linear import reference
-from qtorch.primitives import is_2_4, prune_2_4, prune_blocks
-from qtorch.primitives.pruning import kept_blocks
+from qtorch.primitives import is_2_4, prune_2_4, prune_blocks, pruning
 from qtorch.recipes.base import Recipe, WeightRecipe
 from tests.refusals import refuses
 from tests.rounding import assert_same_product
@@ -56,13 +53,13 @@ def test_a_weight_that_is_2_4_loses_no_more_than_in_the_dense_form(
     y = sparse(x)
     report = quantize_(sparse, recipe)
     quantize_(plain.requires_grad_(False), dense)
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         z = sparse(x)
     assert ran[0] == f"linear:{kernel}"
     assert report.quantized[0].kernel == kernel
     assert torch.equal(z, plain(x))
     assert low < compute_error(y, z) < high
-    expected = reference.linear(x, sparse.weight, sparse.bias)
+    expected = qtorch.kernels.linear.reference.linear(x, sparse.weight, sparse.bias)
     if recipe.linear_spec().weight.dtype.name == "int8":
         assert torch.equal(z, expected)
     else:
@@ -90,7 +87,7 @@ def test_rows_of_any_length(recipe: Recipe, k: int) -> None:
     model, x = layer(k), torch.randn(3, k)
     quantize_(model, recipe)
     assert model.weight.shape == (64, k)
-    wanted = reference.linear(x, model.weight, model.bias)
+    wanted = qtorch.kernels.linear.reference.linear(x, model.weight, model.bias)
     assert_same_product(model(x), wanted, x, model.weight.dequantize(), model.bias)
 
 
@@ -144,7 +141,7 @@ def test_pruning_on_data_loses_less(base: WeightRecipe | None) -> None:
 
 
 def test_what_cannot_be_sparse_in_blocks() -> None:
-    assert kept_blocks(4, 0.6) == 2
+    assert pruning.kept_blocks(4, 0.6) == 2
     for base, message in (
         (qtorch.int8_static_activation_int8_weight(0.1), "static activation"),
         (INT8, "or its like, got int8_dynamic_activation_int8_semi_sparse_weight"),

@@ -18,14 +18,13 @@ from qtorch.calibration.allocation.allocate import Budget, Frontier, swaps
 from qtorch.calibration.allocation.items import find_items, nbytes_under
 from qtorch.dtypes import AffineQuantizedTensor
 from qtorch.integrations import torchao
-from qtorch.primitives import HQQRule, MSERule
 from tests.every_recipe import NAMES, make
 from tests.refusals import refuses
 
 MORE = {
     "tiled": int4_weight_only(32, ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout()),
-    "hqq": qtorch.intx_weight_only("int3", 32, scale_rule=HQQRule()),
-    "mse": qtorch.uintx_weight_only("uint2", 32, scale_rule=MSERule()),
+    "hqq": qtorch.intx_weight_only("int3", 32, scale_rule=qtorch.primitives.HQQRule()),
+    "mse": qtorch.uintx_weight_only("uint2", 32, scale_rule=qtorch.primitives.MSERule()),
 }
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import qtorch
 import qtorch.checkpoint.save_load
 from qtorch.calibration import Nearest, auto, calibrated
-from qtorch.cli import main
 from tests.checkpoint_model import quantized
 
 WIDTH = 96
@@ -216,7 +215,7 @@ def attempt(arguments: list[str], seconds: float | None, largest: int | None) ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 1
         try:
-            status = main(arguments)
+            status = qtorch.cli.main(arguments)
         finally:
             os._exit(status)
     if seconds is not None:

@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerGroup, PerTensor, PerToken, QuantSpec, quantize_
 from qtorch.kernels.cpu import compiled_library, variants
-from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Kernel, Problem, kernels
-from qtorch.primitives import prune_2_4
-from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
+from qtorch.primitives import FixedRangeRule, PercentileRule, prune_2_4
 from qtorch.recipes.base import RECIPES
 from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
 from tests.attack import training_recipes as of_training
@@ -165,7 +162,7 @@ def test_every_way(build: str, name: str, activation: str) -> None:
         for rows, dtype in ((2, torch.float32), (19, torch.bfloat16)):
             x = (torch.randn(rows, 1024) + 0.3).to(dtype)
             with compiled_library.use(build), variants.force(way):
-                check_rows(functools.partial(functional.linear, weight=weight.to(dtype)), x, (way, rows, dtype))
+                check_rows(functools.partial(nn.functional.linear, weight=weight.to(dtype)), x, (way, rows, dtype))
 
 
 @pytest.mark.parametrize("zero_point", [None, 9])
@@ -180,8 +177,8 @@ def test_a_static_scale(build: str | None, zero_point: int | None) -> None:
     with compiled_library.use(build):
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (21, torch.float16)):
             x, typed = (3 * torch.randn(rows, 192)).to(dtype), weight.to(dtype)
-            assert torch.equal(functional.linear(x, typed), reference.linear(x, typed, None))
-            check_rows(functools.partial(functional.linear, weight=typed), x)
+            assert torch.equal(nn.functional.linear(x, typed), qtorch.kernels.linear.reference.linear(x, typed, None))
+            check_rows(functools.partial(nn.functional.linear, weight=typed), x)
     assert torch.equal(weight.act_scale, torch.tensor([[0.02]]))
 
 

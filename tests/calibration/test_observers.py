@@ -18,8 +18,7 @@ from qtorch import quantize_
 from qtorch.calibration import Nearest, Transform, auto, awq, calibrated, gptq, observers, smooth
 from qtorch.calibration.data import Data
 from qtorch.calibration.statistics import Histogram
-from qtorch.calibration.transforms.scaling import collect_inputs
-from qtorch.calibration.transforms.work import difference, outputs
+from qtorch.calibration.transforms import scaling, work
 from qtorch.primitives import MappingType, MSERule, PercentileRule, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.jsonable import from_json, to_json
 from tests.calibration.transform_models import PreNorm, of_transformers, tokens
@@ -243,7 +242,7 @@ def error_of_scaling(model: nn.Module, quantized: nn.Module) -> float:
 def test_smoothing_undoes_planted_outliers() -> None:
     model, data = PreNorm().eval(), tokens(4)
     hard = planted(model)
-    assert difference(outputs(model, Data(data), data[0]), outputs(hard, Data(data), data[0])) < 1e-5
+    assert work.difference(work.outputs(model, Data(data), data[0]), work.outputs(hard, Data(data), data[0])) < 1e-5
     errors = {}
     for name, float_model, transforms in (
         ("easy", model, ()),
@@ -365,7 +364,7 @@ def test_what_cannot_be_exported_and_inputs_without_padding() -> None:
     model, x = Masked(4, 3), torch.randn(2, 6, 4)
     mask = torch.arange(6) < torch.tensor([[6], [4]])
     batches = [{"x": x.masked_fill(~mask.unsqueeze(-1), 1e6), "attention_mask": mask.long()}]
-    (found,) = collect_inputs(model, Data(batches), batches, [model.weight], tokens=8).values()
+    (found,) = scaling.collect_inputs(model, Data(batches), batches, [model.weight], tokens=8).values()
     rows = x[mask]
     assert found.count == 10
     assert torch.equal(found.largest, rows.abs().amax(0))

@@ -13,13 +13,9 @@ import qtorch
 from qtorch import quantize_
 from qtorch.calibration import auto, gptq
 from qtorch.calibration.data import Data
-from qtorch.calibration.engine import InOrder
-from qtorch.calibration.engine.in_order import paired
-from qtorch.calibration.engine.streams import replaced_forwards
+from qtorch.calibration.engine import InOrder, in_order, streams
 from qtorch.calibration.statistics import BLENDED, Moments
-from qtorch.model.targets import find_targets
-from tests.calibration.test_in_order import expected_warning
-from tests.calibration.test_resume import assert_same, bits
+from tests.calibration import test_in_order, test_resume
 from tests.fast_part import slow_but
 from tests.zoo import architectures
 
@@ -52,7 +48,7 @@ def inputs_of_experts(model: nn.Module, block: int, batch: Any) -> tuple[Any, Te
 
 def moments(model: nn.Module, data: Any, recipe: Any) -> dict[str, dict[int, Moments]]:
     """The statistics of all experts, collected while weights stay in floating point but for those of attention."""
-    targets = [target for target in find_targets(model, recipe, None) if target.recipe is not None]
+    targets = [target for target in qtorch.model.targets.find_targets(model, recipe, None) if target.recipe is not None]
     found: dict[str, dict[int, Moments]] = {}
     with InOrder[Any](model, targets, Data(data)) as run:
         for target, statistics in run:
@@ -131,7 +127,7 @@ def test_auto_on_a_mixture_is_no_worse_than_nearest(all_experts: bool) -> None:
     errors = []
     for recipe in (INT3, auto(INT3, data, all_experts=all_experts)):
         quantized = copy.deepcopy(model)
-        with expected_warning("fewer tokens than they have inputs", recipe is not INT3):
+        with test_in_order.expected_warning("fewer tokens than they have inputs", recipe is not INT3):
             quantize_(quantized, recipe)
         with torch.no_grad():
             errors.append(sum(float((quantized(**b).logits - y).square().sum()) for b, y in zip(data, wanted)))
@@ -148,11 +144,11 @@ def test_forwards_of_modules_and_unknown_experts() -> None:
         ([a], [near[:4]], [a]),
         ([a], [], [a]),
     ]:
-        assert all(x is y for (_, x), y in zip(paired(parts, of_float), wanted, strict=True))
+        assert all(x is y for (_, x), y in zip(in_order.paired(parts, of_float), wanted, strict=True))
     module = nn.Linear(2, 2)
     own = module.forward
     vars(module)["forward"] = own
-    with replaced_forwards({module: lambda x: x}):
+    with streams.replaced_forwards({module: lambda x: x}):
         assert module(3) == 3
     assert vars(module)["forward"] is own
     model = Transposed()
@@ -196,7 +192,7 @@ def built_of_zoo(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
 
 def recipes(name: str, model: nn.Module, recipe: Any) -> dict[str, Any]:
     """Ask for every weight but those that no product has."""
-    targets = find_targets(model, recipe, None)
+    targets = qtorch.model.targets.find_targets(model, recipe, None)
     slots = [target.slot for target in targets if not any(_is_left(name, slot.name) for slot in target.slots)]
     return {slot.name: recipe for slot in slots}
 
@@ -258,7 +254,7 @@ def test_outputs_of_its_blocks_are_kept_on_disk(name: str, tmp_path: Path) -> No
         quantize_(other, dies, resume=tmp_path / "kept")
     assert list((tmp_path / "kept").glob("unit-*"))
     quantize_(other, dies, resume=tmp_path / "kept")
-    assert_same(bits(other), bits(model))
+    test_resume.assert_same(test_resume.bits(other), test_resume.bits(model))
 
 
 class Transposed(nn.Module):

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch.calibration import FloatTarget, Nearest, auto, calibrated, gptq, min_max, moving_average, mse, observed
@@ -51,8 +50,8 @@ class PreNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
-        x = x + self.o(functional.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h)))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h)))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 def transformer() -> nn.Sequential:

@@ -5,14 +5,12 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import int4_weight_only, lut_weight_only, nf4_weight_only, quantize_
+from qtorch import LUTQuantizedTensor, int4_weight_only, lut_weight_only, nf4_weight_only, quantize_
 from qtorch.calibration import importance_weighted
 from qtorch.calibration.data import Data, collect, run_batches
 from qtorch.calibration.statistics import BatchRanges, Histogram, MeanSquare, Range, SecondMoment, Statistic
-from qtorch.dtypes import LUTQuantizedTensor
 from qtorch.kernels.conv import to_matrix
 from tests.refusals import refuses
 from tests.rounding import gamma
@@ -133,7 +131,7 @@ class Looped(nn.Module):
         self.other.weight = self.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(self.other(self.layer(x)), self.layer.weight)
+        return nn.functional.linear(self.other(self.layer(x)), self.layer.weight)
 
 
 @torch.no_grad()

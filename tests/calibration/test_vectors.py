@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch
 from qtorch.calibration import auto, calibrated, gptq
@@ -105,7 +104,7 @@ def test_two_bits_of_vectors_lose_less_than_three_of_integers():
     weight = torch.randn(64, 128)
 
     def error(recipe) -> float:
-        model = nn.Sequential(nn.Linear(128, 64, bias=False))
+        model = torch.nn.Sequential(torch.nn.Linear(128, 64, bias=False))
         model[0].weight.data = weight.clone()
         wanted = model(fresh)
         qtorch.quantize_(model, recipe)

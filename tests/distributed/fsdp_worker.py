@@ -20,8 +20,7 @@ from qtorch.training import MasterWeight, convert
 from tests import every_recipe
 from tests.attack import training_recipes
 from tests.distributed.processes import worker
-from tests.movement.across import sharded_like_whole
-from tests.movement.kinds import BY_NAME
+from tests.movement import across, kinds
 from tests.training.small_model import muon
 
 
@@ -257,9 +256,9 @@ def main() -> None:
         return
     # Two replicas of two shards.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    for kind in map(BY_NAME.__getitem__, OF_A_MESH):
+    for kind in map(kinds.BY_NAME.__getitem__, OF_A_MESH):
         for rows in kind.rows:
-            sharded_like_whole(kind, rows, mesh)
+            across.sharded_like_whole(kind, rows, mesh)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 
 import qtorch
 from qtorch import compute_error, int8_dynamic_activation_int4_weight, quantize_, training
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.recipes.base import Recipe
 from qtorch.training import CodesWeight, calibrate, convert, lsq, qat
 from tests.distributed.processes import worker
@@ -100,7 +98,7 @@ def train_both(kind: str, name: str) -> None:
     losses: list[tuple[float, float]] = []
     torch.manual_seed(rank)  # the noise of rounding does not come from the default generator
     for step, x in enumerate(batches):
-        with record_kernels() as ran, counted_reduces() as reduces:
+        with qtorch.kernels.record_kernels() as ran, counted_reduces() as reduces:
             y = trained(x[rank])
             loss = y.square().mean()
             loss.backward()
@@ -194,7 +192,7 @@ def check_that_a_run_goes_on() -> None:
 def main(kind: str) -> None:
     for name in RECIPES:
         # The products of kernels made of torch operators are counted.
-        with compiled_library.use(None) if name in PRODUCTS else contextlib.nullcontext():
+        with qtorch.kernels.cpu.compiled_library.use(None) if name in PRODUCTS else contextlib.nullcontext():
             train_both(kind, name)
     check_that_a_run_goes_on()
 

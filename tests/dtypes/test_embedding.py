@@ -8,8 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 from qtorch import LUTQuantizedTensor, compute_error
-from qtorch.kernels import record_kernels
-from qtorch.kernels.registry import Problem, choose
+from qtorch.kernels import record_kernels, registry
 from tests.dtypes.specs import DTYPES, LUTS, SPECS, quantized
 from tests.rounding import EXTRA, gamma
 
@@ -27,8 +26,8 @@ def kernel_of(table: Tensor) -> str:
     """What runs: of a layout that is not named here, what is registered for it."""
     if isinstance(table, LUTQuantizedTensor):
         return "embedding:gather_lut_rows"
-    layout = table.scheme.layout.name
-    return f"embedding:{GATHER.get(layout) or choose(Problem('embedding', table.scheme, table.dtype, 'cpu')).name}"
+    problem = registry.Problem("embedding", table.scheme, table.dtype, "cpu")
+    return f"embedding:{GATHER.get(table.scheme.layout.name) or registry.choose(problem).name}"
 
 
 @pytest.mark.parametrize("name", [*SPECS, *LUTS])

@@ -9,7 +9,6 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from qtorch import AffineQuantizedTensor, LUTQuantizedTensor, compute_error, config
 from qtorch.dtypes import (
@@ -18,8 +17,7 @@ from qtorch.dtypes import (
     register_aqt_quantized_linear_dispatch,
 )
 from qtorch.dtypes.linear import multiply
-from qtorch.kernels import record_kernels
-from qtorch.kernels.registry import Problem, choose
+from qtorch.kernels import record_kernels, registry
 from tests.dtypes.specs import DTYPES, INT8, LUTS, SPARSE, SPECS, WEIGHT_ONLY, quantized
 from tests.refusals import refuses
 
@@ -48,7 +46,7 @@ def linear_kernel(w: QuantizedTensor, dtype: torch.dtype) -> str:
         weight_only = w.scheme.activation is None
         return "linear:semi_sparse_weight_only_mm" if weight_only else "linear:semi_sparse_int8_scaled_mm"
     if w.scheme.layout.name != "plain":  # a layout that is not named here
-        return f"linear:{choose(Problem('linear', w.scheme, dtype, 'cpu')).name}"
+        return f"linear:{registry.choose(registry.Problem('linear', w.scheme, dtype, 'cpu')).name}"
     if w.scheme.activation is not None:
         return "linear:int8_scaled_mm"
     per_channel = w.scheme.weight.dtype.name == "int8" and tuple(w.scale.shape) == (w.shape[0], 1)
@@ -256,5 +254,5 @@ def test_products_whose_gradient_would_be_quantized(name: str) -> None:
     got = gradients(lambda x: torch.tensordot(x, w, ([1], [1])), x)
     torch.testing.assert_close(got, gradients(lambda x: torch.tensordot(x, w.dequantize(), ([1], [1])), x))
     again = functools.partial(torch.tensordot, dims=([1], [1]))
-    y = checkpoint(again, x.clone().requires_grad_(), w, use_reentrant=False)
+    y = torch.utils.checkpoint.checkpoint(again, x.clone().requires_grad_(), w, use_reentrant=False)
     refuses(r"write the product as F\.linear", lambda: y.sum().backward(), NotImplementedError)

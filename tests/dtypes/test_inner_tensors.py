@@ -19,8 +19,7 @@ from qtorch.training.weights.base import TrainingScheme
 from qtorch.training.weights.gathered import GatheredWeight
 from tests.attack import battery, pickles
 from tests.every_recipe import NAMES, make
-from tests.movement.holding import through_file
-from tests.movement.kinds import KINDS
+from tests.movement import holding, kinds
 from tests.refusals import refuses
 
 RECIPES = [make(name) for name in ("int8_weight_only", "int4_weight_only", "nf4_weight_only")]
@@ -42,7 +41,7 @@ class Crafted:
 
 
 def load(*args: Any) -> Any:
-    return through_file({"weight": Crafted(*args)})["weight"]
+    return holding.through_file({"weight": Crafted(*args)})["weight"]
 
 
 def arguments(weight: QuantizedTensor, **changes: Any) -> list[Any]:
@@ -139,7 +138,7 @@ def test_forms_are_those_of_what_layouts_pack(name: str) -> None:
 # --- attributes that are set later, by a caller or by the state of a parameter in a pickle ---
 def _one_of_each() -> dict[str, QuantizedTensor]:
     """A tensor of each class with each set of inner tensors."""
-    weights = {kind.name: kind.make().weight.detach() for kind in KINDS}  # type: ignore[operator,union-attr]
+    weights = {kind.name: kind.make().weight.detach() for kind in kinds.KINDS}  # type: ignore[operator,union-attr]
     training = switchback_training().training_spec()
     codes = quantize_operand(torch.randn(64, 128), training.output.rhs)
     scheme = TrainingScheme(training, (64, 128), torch.float32)
@@ -159,7 +158,7 @@ def set_by_a_caller(weight: QuantizedTensor, name: str, value: Any) -> Quantized
 def set_by_a_file(weight: QuantizedTensor, name: str, value: Any) -> QuantizedTensor:
     with_state = torch._utils._rebuild_parameter_with_state  # type: ignore[attr-defined]
     arguments = (weight, False, OrderedDict(), {name: value})
-    return through_file([pickles.Reduced(with_state, arguments)])[0]  # type: ignore[no-any-return]
+    return holding.through_file([pickles.Reduced(with_state, arguments)])[0]  # type: ignore[no-any-return]
 
 
 def wrong_values(inner: Tensor) -> list[Any]:
@@ -190,7 +189,7 @@ def test_what_fits_and_what_cannot_be_hidden(name: str) -> None:
         setattr(weight, inner, tensor.zero_())
     weight.of_the_user = "text"  # type: ignore[attr-defined]
     assert torch.equal(weight.dequantize(), other.dequantize())
-    assert through_file([weight])[0].of_the_user == "text"
+    assert holding.through_file([weight])[0].of_the_user == "text"
     # Attributes of torch can be set to what torch takes, and what kernels keep can be dropped.
     for attribute in dir(weight := OF_CLASSES[name]):
         by_torch = (AttributeError, RuntimeError) if hasattr(Tensor, attribute) else ()

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, compute_error
 from qtorch.kernels import record_kernels
@@ -159,7 +158,7 @@ class MLP(nn.Module):
         self.table = nn.Embedding.from_pretrained(quantized(name, 32, 64))
 
     def forward(self, ids: Tensor, x: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(self.table(ids) + x)))
+        return self.down(nn.functional.gelu(self.up(self.table(ids) + x)))
 
 
 def run(function, ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +209,7 @@ def test_views_products_attention_and_autocast_inside_a_graph() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(x: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", torch.bfloat16):
-            half = functional.linear(x[0], w)
+            half = nn.functional.linear(x[0], w)
         return torch.bmm(x, experts.mT), x[0] @ w[8:].t(), half, w[:8].dequantize()
 
     x = torch.randn(4, 3, 64)

@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 import torch
-from torch import Tensor
 
 from qtorch.dtypes import UintxTensor, to_uintx
 from qtorch.dtypes.blocked_tensor import BlockedScheme, BlockedTensor
@@ -106,7 +105,7 @@ def test_what_it_refuses() -> None:
         to_uintx(data, torch.uint3).to(torch.int32)
 
 
-def numbers(bits: int, *shape: int) -> Tensor:
+def numbers(bits: int, *shape: int) -> torch.Tensor:
     return torch.randint(2**bits, shape, dtype=torch.uint8)
 
 

@@ -11,8 +11,6 @@ from torch.nn import functional
 import qtorch
 from qtorch import AffineQuantizedTensor, explain, int4_weight_only, int8_weight_only, nf4_weight_only, quantize_
 from qtorch.dtypes import QuantizedTensor, TransposedWeight
-from qtorch.kernels.cpu import compiled_library
-from qtorch.kernels.custom_ops import record_kernels
 from qtorch.recipes.base import WeightRecipe
 from qtorch.training import qat
 
@@ -95,7 +93,7 @@ def test_parts() -> None:
         weight[:, 16:48]
 
 
-@pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
+@pytest.mark.skipif(qtorch.kernels.cpu.compiled_library.library() is None, reason="nothing is built")
 @pytest.mark.parametrize(("recipe", "kernel"), [
     (qtorch.int8_weight_only(), "cpu_weight_only_mm"),
     (qtorch.int4_weight_only(group_size=32), "cpu_weight_only_mm"),
@@ -106,7 +104,7 @@ def test_the_compiled_kernels_run_and_their_fast_path(recipe: WeightRecipe, kern
     weight, _ = pair(recipe, 64, 96)
     layer, x = InOut(weight), torch.randn(5, 64)
     assert [each.kernel for each in explain(layer)] == [kernel]
-    with record_kernels() as ran:
+    with qtorch.kernels.custom_ops.record_kernels() as ran:
         wanted = layer(x)
     assert ran[:2] == [f"linear:{kernel}", kernel]
     assert torch.equal(layer(x), wanted)

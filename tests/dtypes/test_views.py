@@ -8,19 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PerBlock, QuantSpec
 from tests.dtypes.specs import ASYMMETRIC, DTYPES, LUTS, OTHER_LAYOUTS, SPECS, quantized
 from tests.refusals import refuses
 
-Operation = Callable[[Tensor], Any]
+Operation = Callable[[torch.Tensor], Any]
 
 
-def check_exact(operation: Operation, w: Tensor) -> None:
+def check_exact(operation: Operation, w: torch.Tensor) -> None:
     got, wanted = operation(w), operation(w.dequantize())
-    if isinstance(wanted, Tensor):
+    if isinstance(wanted, torch.Tensor):
         got, wanted = [got], [wanted]
     assert len(got) == len(wanted)
     for a, b in zip(got, wanted):
@@ -129,13 +127,13 @@ INDICES = [torch.tensor([5, 0, 5]), torch.tensor([-1, -32]), torch.tensor([], dt
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
 @pytest.mark.parametrize("name", [name for name in [*SPECS, *LUTS] if " block" not in name])
-def test_rows_by_index(name: str, index: Tensor) -> None:
+def test_rows_by_index(name: str, index: torch.Tensor) -> None:
     w = quantized(name)
     check_exact(lambda w: w[index], w)
     check_exact(lambda w: w[index.tolist()], w)
     check_exact(lambda w: w.index_select(0, index % 32), w)
     check_exact(lambda w: w[torch.isin(torch.arange(32), index)], w)
-    assert torch.equal(functional.embedding(index % 32, w), w.dequantize()[index])
+    assert torch.equal(torch.nn.functional.embedding(index % 32, w), w.dequantize()[index])
 
 
 def test_indices_and_empty_tensors() -> None:
@@ -149,7 +147,7 @@ def test_indices_and_empty_tensors() -> None:
         lambda w: w[torch.ones(31, dtype=torch.bool)],
         lambda w: w[32],
         lambda w: w.index_select(0, torch.tensor([32])),
-        lambda w: functional.embedding(torch.tensor([32]), w),
+        lambda w: torch.nn.functional.embedding(torch.tensor([32]), w),
     ]:
         with pytest.raises((IndexError, RuntimeError)):
             operation(w.dequantize())

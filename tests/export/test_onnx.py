@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import qtorch
-from qtorch import quantize_
-from qtorch.primitives import compute_error
+from qtorch import compute_error, quantize_
 from tests.export.models import Convnet, Llama, Mlp, made
 from tests.fast_part import slow_but
 from tests.refusals import refuses

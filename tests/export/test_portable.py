@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import MappingType, quantize_
+from qtorch import MappingType, compute_error, quantize_
 from qtorch.integrations.export import portable
-from qtorch.primitives import compute_error
 from tests import every_recipe, fast_part
 from tests.export.models import Convnet, Llama, Mlp, made
 from tests.refusals import refuses
@@ -199,7 +197,7 @@ class Experts(nn.Module):
         self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.stack([functional.linear(x, self.experts[e]) for e in range(3)]).sum(0) + x @ self.conv1d
+        y = torch.stack([nn.functional.linear(x, self.experts[e]) for e in range(3)]).sum(0) + x @ self.conv1d
         return self.attention(y, y, y, need_weights=False)[0]
 
 

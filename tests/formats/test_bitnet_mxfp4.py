@@ -10,14 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import load_quantized, quantize_
 from qtorch.checkpoint.streaming.quantize_checkpoint import convert_checkpoint
-from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.transposed_weight import TransposedWeight
+from qtorch.dtypes import QuantizedTensor, TransposedWeight
 from qtorch.training import bitnet_training, convert
-from tests.formats import folders
+from tests.formats import folders, test_float8
 from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
-from tests.formats.test_float8 import E2M1
 
 SHAPE = OUTPUTS, INPUTS = 32, 64
 PACKED = {"linear_class": "bitlinear"}
@@ -59,8 +56,8 @@ def test_layers(settings: dict[str, str], dtype: torch.dtype, tmp_path: Path) ->
 def test_the_scheme_is_that_of_training(tmp_path: Path) -> None:
     """But for the smallest scale of an input."""
     model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False)).bfloat16()
-    quantize_(model, bitnet_training())
-    quantize_(model, convert())
+    qtorch.quantize_(model, bitnet_training())
+    qtorch.quantize_(model, convert())
     trained: Any = model[0].weight
     read = load(write(tmp_path / "model", layer(), 1, config()), SHAPE).scheme
     assert (read.weight, read.layout) == (trained.scheme.weight, trained.scheme.layout)
@@ -126,7 +123,7 @@ def by_transformers(linear_class: str, dtype: torch.dtype, folder: Path) -> Any:
 def loaded(theirs: Any, folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_config(theirs.config, dtype=theirs.dtype)
-    return load_quantized(model, folder).eval()
+    return qtorch.load_quantized(model, folder).eval()
 
 
 @pytest.fixture
@@ -194,7 +191,7 @@ def decoded_of_mxfp4(tensors: dict[str, Tensor]) -> Tensor:
             values = []
             for block, exponent in zip(row, exponents, strict=True):
                 nibbles = [nibble for byte in block for nibble in (byte & 15, byte >> 4)]
-                values += [(-1.0) ** (n >> 3) * E2M1[n & 7] * 2.0 ** (exponent - 127) for n in nibbles]
+                values += [(-1.0) ** (n >> 3) * test_float8.E2M1[n & 7] * 2.0 ** (exponent - 127) for n in nibbles]
             rows.append(values)
     experts, inputs, outputs = MXFP4_SHAPE
     return to_dtype(rows, torch.bfloat16).reshape(experts, outputs, inputs).mT.contiguous()
@@ -275,7 +272,7 @@ def gpt_oss(folder: Path) -> Any:
 def loaded_of_mxfp4(config: Any, folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return load_quantized(model, folder).eval()
+    return qtorch.load_quantized(model, folder).eval()
 
 
 def test_gpt_oss_computes_as_dequantized_by_transformers(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ import numpy as np
 import qtorch
 from qtorch.checkpoint.formats.gguf.block_types import type_of
 from qtorch.checkpoint.save_folder import SAVE_FORMATS
-from qtorch.dtypes import QuantizedTensor
 from tests.attack.readers import FOLDERS, SHAPES
 from tests.every_recipe import K_TYPES, NAMES, make
 from tests.formats.folders import Layer
@@ -46,12 +45,12 @@ that transformers loads where qtorch is installed. Graphs in ONNX are another th
 
 
 def values(weight: Tensor) -> Tensor:
-    return weight.dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else weight.detach()
+    return weight.dequantize(torch.float32) if isinstance(weight, qtorch.dtypes.QuantizedTensor) else weight.detach()
 
 
 def as_block(weight: Any) -> Tensor:
     """What the package gguf reads of the blocks that are written for a weight."""
-    if not isinstance(weight, QuantizedTensor):
+    if not isinstance(weight, qtorch.dtypes.QuantizedTensor):
         return weight.detach()
     kind, blocks = type_of(weight)
     return torch.from_numpy(np.array(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])))

@@ -15,7 +15,6 @@ from qtorch.checkpoint.formats.transformers_folder import Index, cast, quantizat
 from qtorch.checkpoint.hf_folder import FloatFolder, HFFolder
 from qtorch.checkpoint.sources import open_source
 from qtorch.checkpoint.tensor_file import TensorFile, write_tensors
-from qtorch.dtypes import QuantizedTensor
 from tests.formats.folders import write
 from tests.refusals import refuses
 
@@ -160,7 +159,7 @@ def write_of_transformers_folder(model: nn.Module, folder: Path, shards: int = 1
     files: list[tuple[dict[str, Any], Index]] = [({}, Index(aliases={"2.weight": "0.weight"})) for _ in range(shards)]
     for number, (name, tensor) in enumerate(model.named_parameters()):
         tensors, index = files[number % shards]
-        if isinstance(tensor, QuantizedTensor):
+        if isinstance(tensor, qtorch.dtypes.QuantizedTensor):
             parts, index.quantized[name] = stored(name, tensor)
             tensors |= parts
         else:
@@ -184,7 +183,7 @@ def test_load_quantized_reads_it(tmp_path: Path, shards: int, mmap: bool) -> Non
     write_of_transformers_folder(model, tmp_path / "m", shards)
     loaded = load_quantized(build(), tmp_path / "m", mmap=mmap)
     assert loaded[0].weight is loaded[2].weight
-    assert isinstance(loaded[1].weight, QuantizedTensor)
+    assert isinstance(loaded[1].weight, qtorch.dtypes.QuantizedTensor)
     assert torch.equal(loaded(x), model(x))
     assert torch.equal(dequantize_(loaded)[1].weight, model[1].weight.dequantize())
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, QuantSpec
@@ -30,7 +29,7 @@ def weight() -> AffineQuantizedTensor:
 def run(x: torch.Tensor, weight: AffineQuantizedTensor) -> tuple[torch.Tensor, bool]:
     """The result, and whether integers were multiplied."""
     with record_kernels() as ran:
-        y = functional.linear(x, weight)
+        y = torch.nn.functional.linear(x, weight)
     assert ran[:2] == ["linear:weight_only_mm", "weight_only_mm"]
     return y, "fixed_point_mm" in ran
 
@@ -70,7 +69,7 @@ def test_rows_that_do_not_fit_and_where_it_is_faster(weight):
     y, fixed = run(x, weight)
     assert not fixed
     dense = weight.dequantize()
-    assert_same_product(y[::2], functional.linear(x[::2], dense), x[::2], dense)
+    assert_same_product(y[::2], torch.nn.functional.linear(x[::2], dense), x[::2], dense)
     assert 0 < error(y, x, weight) < gamma(1024 + EXTRA)
     assert not run(torch.randn(129, 1024), weight)[1]
     small = AffineQuantizedTensor.from_float(torch.randn(64, 1024), weight.scheme.spec)

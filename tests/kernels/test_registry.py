@@ -17,10 +17,9 @@ from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PlainLayout,
 from qtorch.kernels import FallbackError, deregister, int_matmul, lookup, record_kernels, register
 from qtorch.kernels.custom_ops import _opaque, by_device, implement, implementations, note, opaque, portable
 from qtorch.kernels.registry import Problem, candidates, choose
-from qtorch.primitives import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, ZeroPointDomain
+from qtorch.primitives import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, ZeroPointDomain, qdtype
 from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.layouts.semi_sparse import pack_2_4
-from qtorch.primitives.qdtype import qdtype
 from tests.refusals import refuses
 
 

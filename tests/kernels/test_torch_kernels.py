@@ -9,8 +9,7 @@ from torch.nn import functional
 from qtorch import AffineQuantizedTensor, MappingType, PerGroup, PerRow, PerTensor, QuantSpec, TensorCoreTiledLayout
 from qtorch.kernels import features, int_matmul, int_scaled_matmul, record_kernels
 from qtorch.kernels.cuda.float8_scaled import float8_scaled_mm
-from qtorch.kernels.linear import reference
-from qtorch.kernels.linear.int4_tiled import MAX_ROWS
+from qtorch.kernels.linear import int4_tiled, reference
 from qtorch.primitives import LinearSpec, ZeroPointDomain, compute_error
 
 
@@ -24,13 +23,13 @@ def layer(dtype: torch.dtype, n: int = 72, k: int = 160, group: int = 32, rows: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bf16", [True, False])
-@pytest.mark.parametrize("rows", [0, 1, MAX_ROWS[True], MAX_ROWS[True] + 1])
+@pytest.mark.parametrize("rows", [0, 1, int4_tiled.MAX_ROWS[True], int4_tiled.MAX_ROWS[True] + 1])
 def test_against_reference_and_float(dtype, has_bf16, rows, monkeypatch):
     monkeypatch.setattr(features, "cpu_has", lambda feature: has_bf16)
     x, weight, quantized, bias = layer(dtype, rows=rows)
     with record_kernels() as ran:
         y = functional.linear(x, quantized, bias)
-    packed = dtype == torch.bfloat16 and 0 < rows <= MAX_ROWS[has_bf16]
+    packed = dtype == torch.bfloat16 and 0 < rows <= int4_tiled.MAX_ROWS[has_bf16]
     assert ran == ["linear:int4_tiled_mm", "int4_tiled_mm"] + ["int4_tiled_mm.int4pack"] * packed
     assert (y.dtype, y.shape) == (dtype, (rows, 72))
     if rows:

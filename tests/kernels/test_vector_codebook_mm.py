@@ -6,20 +6,17 @@ from torch import nn
 from torch.nn import functional
 
 import qtorch
-from qtorch import AffineQuantizedTensor, PerGroup, PerRow, compute_error
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import variants
-from qtorch.kernels.cpu.compiled_library import library, missing
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow, compute_error
+from qtorch.kernels.cpu import compiled_library, variants
 from qtorch.kernels.linear import reference
 from qtorch.primitives.layouts import VectorCodebookLayout
-from qtorch.primitives.spec import LinearSpec
 from qtorch.primitives.vector_spec import RotatedVectorSpec, VectorSpec, codebook_arguments
 
 LEAST = {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}
 """SQNR in dB of a product whose sums are taken in another order."""
 SIZES = [(64, 512, 256), (37, 1024, 128), (40, 352, -1), (5, 64, 32), (33, 24, 8), (7, 2048, -1), (1, 128, 128)]
 COMPILED = ("fixed", "dot", "tile", "float")
-needs_library = pytest.mark.skipif(missing() is not None, reason="the compiled kernels are missing")
+needs_library = pytest.mark.skipif(compiled_library.missing() is not None, reason="the compiled kernels are missing")
 
 
 def weight_of(n, k, group, dtype, kind=RotatedVectorSpec):
@@ -39,9 +36,9 @@ def test_compiled(dtype, variant):
             weight, bias = weight_of(n, k, group, dtype, kind), torch.randn(n).to(dtype)
             for rows in (1, 2, 3, 4, 5, 20):
                 x = torch.randn(rows, k).to(dtype)
-                with variants.force(variant), record_kernels() as ran:
+                with variants.force(variant), qtorch.kernels.record_kernels() as ran:
                     y = functional.linear(x, weight, bias)
-                name = f"cpu_vector_codebook_mm.{library().instruction_set}.{variant}"
+                name = f"cpu_vector_codebook_mm.{compiled_library.library().instruction_set}.{variant}"
                 assert ran == ["linear:cpu_vector_codebook_mm", "cpu_vector_codebook_mm", name]
                 wanted = reference.linear(x, weight, bias)
                 assert y.dtype == dtype
@@ -76,7 +73,7 @@ def test_in_torch(dtype):
     for n, k, group in SIZES:
         for kind in (RotatedVectorSpec, VectorSpec):
             weight, x = weight_of(n, k, group, dtype, kind), torch.randn(5, k).to(dtype).requires_grad_()
-            with record_kernels() as ran:
+            with qtorch.kernels.record_kernels() as ran:
                 y = functional.linear(x, weight)
                 y.sum().backward()
             kernel = "linear:vector_codebook_mm"
@@ -90,7 +87,7 @@ def test_in_torch(dtype):
 def test_explain_names_the_kernel():
     layer = nn.Linear(512, 64)
     qtorch.quantize_(layer, qtorch.vector_codebook_weight_only())
-    kernel = "vector_codebook_mm" if missing() else "cpu_vector_codebook_mm"
+    kernel = "vector_codebook_mm" if compiled_library.missing() else "cpu_vector_codebook_mm"
     assert f"runs {kernel}" in str(qtorch.explain(layer, torch.randn(1, 512)))
 
 

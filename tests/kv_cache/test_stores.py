@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cache_form import TOKENS
@@ -125,7 +124,7 @@ def test_bytes_half_precision_and_reset():
             keys, values = store.dequantize()
             assert keys.dtype == values.dtype == dtype
             query = torch.randn(2, 3, 1, 20, dtype=dtype)
-            wanted = F.scaled_dot_product_attention(
+            wanted = torch.nn.functional.scaled_dot_product_attention(
                 query.float(), *(x.float() for x in store.dequantize(torch.float32))
             )
             assert torch.allclose(store.attend(query).float(), wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * 4)
@@ -152,7 +151,7 @@ def test_rotations_and_errors():
     keys[..., 7] *= 30
     query = torch.randn(1, 1, 1, 128)
     query[..., 7] /= 30
-    exact = F.scaled_dot_product_attention(query, keys, values)
+    exact = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
     error = {}
     for on in (False, True):
         store = GrowingKV(KVCacheSpec("int4", keys="token", recent=0, value_dtype="int8", rotate_keys=on))
@@ -214,7 +213,7 @@ def test_attention_is_that_of_the_dequantized_tokens(spec):
         with record_kernels() as ran:
             found = store.attend(query, causal=True)
         mask = torch.ones(rows, 35, dtype=torch.bool).tril(35 - rows)
-        wanted = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+        wanted = torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
         assert ran[spec.rotate_keys] == "kv_attention"
         assert torch.allclose(found, wanted, rtol=0, atol=3e-5)
 

@@ -8,7 +8,6 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerGroup, PlainLayout, QuantSpec
-from qtorch.kernels import record_kernels
 from qtorch.primitives import QDType, qdtype
 from qtorch.primitives.layouts.packed import RowsInSlices, can_pack_bits, pack_bits, pack_codes, unpack_bits
 from tests.dtypes.specs import ASYMMETRIC, PACKED, TOKEN, quantized
@@ -75,7 +74,7 @@ def test_only_the_rows_asked_for_are_unpacked(monkeypatch: pytest.MonkeyPatch) -
         module, "unpack_codes", lambda packed, *args: sizes.append(len(packed)) or unpack(packed, *args)
     )
     weight = quantized("uint4 group, packed")
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         functional.embedding(torch.tensor([3, 1]), weight)
     assert (ran, sizes) == (["embedding:gather_packed_rows"], [2])
 

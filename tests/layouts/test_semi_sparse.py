@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional
 
 from qtorch.dtypes import AffineQuantizedTensor, PlainLayout, SemiSparseLayout, copying
 from qtorch.primitives import LinearSpec, MappingType, QuantSpec, compute_error, is_2_4, prune_2_4
@@ -109,7 +107,7 @@ def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> 
             assert view(w).scheme.layout == PlainLayout()
             assert torch.equal(view(w).dequantize(), view(d))
         ids = torch.tensor([3, 0, 3])
-        assert torch.equal(functional.embedding(ids, w), d[ids])
+        assert torch.equal(torch.nn.functional.embedding(ids, w), d[ids])
         patch.setattr(SemiSparseLayout, "packing", lambda self, device: None if device.type == "cpu" else 1)
         assert same_bits(copy.deepcopy(w), w)
     copying.forms_of.cache_clear()
@@ -149,7 +147,7 @@ def naive_prune(row: list[float]) -> list[float]:
     return kept
 
 
-def sparse_bytes(shape: list[int], seed: int) -> Tensor:
+def sparse_bytes(shape: list[int], seed: int) -> torch.Tensor:
     """Any bytes at two random positions of each four, zero or not; zero elsewhere."""
     generator = torch.Generator().manual_seed(seed)
     where = prune_2_4(torch.rand(shape, generator=generator) + 1) != 0

@@ -11,7 +11,6 @@ from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDo
 from qtorch.dtypes.serialize import pack_to_int32, to_canonical, unpack_from_int32
 from qtorch.model.report import quantization_error
 from qtorch.primitives import CodebookSpec, HQQRule, MappingType, MSERule, learned_step_fake_quantize, qdtype, slices
-from qtorch.primitives.granularity import Granularity, PerAxis
 from qtorch.primitives.layouts.packed import pack_bits, unpack_bits
 from qtorch.primitives.slices import in_slices
 from qtorch.recipes.base import WeightRecipe
@@ -22,7 +21,7 @@ SPECS = [
     QuantSpec("uint8", PerRow(), MappingType.ASYMMETRIC),
     QuantSpec("uint4", PerGroup(16), MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT),
     QuantSpec("int4", PerBlock((4, 16)), MappingType.SYMMETRIC_NO_CLIPPING_ERR),
-    QuantSpec("int8", PerAxis(-1), MappingType.SYMMETRIC, ZeroPointDomain.NONE),
+    QuantSpec("int8", qtorch.primitives.granularity.PerAxis(-1), MappingType.SYMMETRIC, ZeroPointDomain.NONE),
     QuantSpec("float8_e4m3fn", PerRow()),
     QuantSpec("int4", PerRow(), scale_rule=MSERule(3)),
     QuantSpec("uint4", PerGroup(16), MappingType.ASYMMETRIC, scale_rule=HQQRule(iterations=2, starts=2)),
@@ -182,7 +181,7 @@ def test_packing_of_slices(bits: int, axis: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("granularity", [
     qtorch.PerTensor(), qtorch.PerRow(), qtorch.PerBlock((8, 16)), qtorch.PerGroup(8), qtorch.PerAxis(1)
 ], ids=str)  # fmt: skip
-def test_granularities(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_granularities(granularity: qtorch.primitives.granularity.Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, weight = qtorch.QuantSpec(torch.int4, granularity), torch.randn(32, 64)
     whole(monkeypatch)
     scale, zero_point = spec.choose_qparams(weight)

@@ -13,13 +13,11 @@ from torch.nn import functional
 import qtorch
 from qtorch import MappingType, PerRow, PerTensor, QuantSpec, compute_error, quantize_, training
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.ops.int8_grouped_mm import int8_sums
 from qtorch.training import TrainingSpec, fully_quantized, quantized_conv2d, quantized_einsum, quantized_matmul
 from qtorch.training.engine.contraction import contraction
 from tests.refusals import refuses
 from tests.training import reference
-from tests.training.reference import three_matmuls
 
 RECIPES = {name: recipe for name, recipe in reference.RECIPES.items() if recipe.training_spec().output.is_quantized}
 RECIPES["int8 tensorwise"] = training.mixed_precision_training(fully_quantized(8, 8, PerTensor()))
@@ -36,7 +34,7 @@ def test_more_tokens_than_int32_holds_sums_of(name: str, build: str | None) -> N
         layer, RECIPES[name] if name in RECIPES else training.mixed_precision_training(TrainingSpec(*[ASYMMETRIC] * 3))
     )
     signs = torch.tensor([1.0, -1.0]).repeat(16)
-    with nullcontext() if build else compiled_library.use(None):
+    with nullcontext() if build else qtorch.kernels.cpu.compiled_library.use(None):
         layer(signs.expand(140_032, 32)).backward(signs.flip(0).expand(140_032, 32))
     torch.testing.assert_close(layer.weight.grad, 140_032 * signs.flip(0).outer(signs), rtol=0.02, atol=0)
 
@@ -58,7 +56,7 @@ def test_sums_and_operands() -> None:
         assert compute_error(wanted, got) > 110
     a, b, g = torch.randn(30, 16), torch.randn(16, 20), torch.randn(30, 20)
     spec = fully_quantized(8, 4)
-    y, da, db = three_matmuls(a, b.t(), g, spec)
+    y, da, db = reference.three_matmuls(a, b.t(), g, spec)
     a.requires_grad_(), b.requires_grad_()
     got = quantized_einsum("mk,kn->mn", a, b, spec)
     got.backward(g)

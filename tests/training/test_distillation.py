@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_, training
@@ -65,7 +64,7 @@ def plain(model: nn.Module) -> list[torch.Tensor]:
 
 def test_losses_and_what_does_not_fit() -> None:
     student, teacher = torch.randn(3, 5, 11, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 5, 11)
-    p, q = (functional.softmax(z.double() / 2, -1) for z in (teacher, student))
+    p, q = (nn.functional.softmax(z.double() / 2, -1) for z in (teacher, student))
     each = 4 * (p * (p / q).log()).sum(-1)
     torch.testing.assert_close(distillation_loss(student, teacher, 2.0).double(), each.mean(), rtol=1e-5, atol=1e-6)
     mask = torch.tensor([[1, 1, 0, 0, 1]] * 3)

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
-from qtorch.kernels import record_kernels
 from qtorch.primitives import AbsMeanRule, Granularity, Rounding, from_json, to_json
-from qtorch.primitives.granularity import BlockView
 from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized, fully_quantized_float8
 from qtorch.training.engine.contraction import contraction
 from qtorch.training.engine.numerics import float8, int8, integer
@@ -121,7 +119,7 @@ def test_empty_inputs_and_full_precision() -> None:
     assert y.dtype == torch.float32
     assert compute_error(three_matmuls(x, w, y.to(x.dtype), spec)[0], y.double()) > 110
     linear, x = layer("int8"), torch.randn(300, 64)
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         linear(x).sum().backward()
     assert ran.count("int_matmul") == 2
     spec = TrainingSpec()
@@ -256,7 +254,7 @@ def test_the_tiles_of_an_activation_are_kept_in_int8() -> None:
 # --- the gradient of a dynamic scale ---
 def fake_in_fp64(x: Tensor, spec: QuantSpec) -> Tensor:
     """s round(x / s), s = absmax / Q, rounding straight through, the scale differentiable."""
-    view = BlockView(x.shape, spec.block_size(x.shape))
+    view = qtorch.primitives.granularity.BlockView(x.shape, spec.block_size(x.shape))
     blocks = view.split(x)
     scale = blocks.abs().amax(view.dims, keepdim=True) / spec.code_range[1]
     ratio = blocks / scale

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import PackedLayout, PerGroup, float8_weight_only, int4_weight_only, int8_weight_only, quantize_
@@ -315,7 +314,7 @@ def test_two_bits_learn() -> None:
         optimizer = torch.optim.AdamW(parameter_groups(model.train(), 2e-3, scale_lr=1e-2))
         for step in range(steps):
             x, y = batch(128, step)
-            functional.cross_entropy(model(x), y).backward()
+            nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
         model.eval()

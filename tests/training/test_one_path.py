@@ -10,7 +10,6 @@ from torch import nn
 
 import qtorch
 from qtorch import compute_error, int4_weight_only, int8_dynamic_activation_int8_weight, quantize_
-from qtorch.primitives import fake_quant
 from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import convert, lsq, pact, qat, scheduled_qat
 from qtorch.training.quantization_aware import fake_quantize
@@ -85,7 +84,7 @@ def test_same_functions(make, kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("make", [qat, scheduled_qat], ids=["qat", "schedule"])
 def test_only_codes_are_made_without_a_gradient(make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = prepared("linear", make(RECIPES[0]))
-    calls = count_calls("straight_through", monkeypatch, fake_quant)
+    calls = count_calls("straight_through", monkeypatch, qtorch.primitives.fake_quant)
     with torch.no_grad():
         model(x)
     assert not calls

@@ -11,19 +11,15 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import AbsMaxRule, PercentileRule, QuantSpec, fake_quantize_affine, prune_2_4
 from qtorch.training import convert, qat
-from qtorch.training.quantization_aware.converted import sums_integers
-from qtorch.training.quantization_aware.fake_quantize import clips
-from qtorch.training.quantization_aware.qat_weight import FakeQuantizedWeight
+from qtorch.training.quantization_aware import converted, fake_quantize, qat_weight
 from tests.every_recipe import OF_QAT, make
 from tests.refusals import refuses
 from tests.training.small_model import fit, mlp
 
 every_recipe = pytest.mark.parametrize("name", OF_QAT)
-INTEGERS = [name for name in OF_QAT if sums_integers(make(name).linear_spec())]
+INTEGERS = [name for name in OF_QAT if converted.sums_integers(make(name).linear_spec())]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:qtorch")
@@ -161,7 +157,7 @@ def test_multi_head_attention(same: bool) -> None:
     quantize_(
         model, {name: qat(make("int8_dynamic_activation_int4_weight")) for name in ("in_proj_weight", "out_proj")}
     )
-    assert isinstance(model.in_proj_weight, FakeQuantizedWeight)
+    assert isinstance(model.in_proj_weight, qat_weight.FakeQuantizedWeight)
     x = torch.randn(2, 5, 64)
     other = x if same else torch.randn(2, 7, 64)
     wanted = model(x, other, other)[0]
@@ -192,7 +188,7 @@ def test_parts_of_a_weight_and_what_has_no_gradient() -> None:
     clipped = (weight / scale).round().abs() > 127
     assert 0.02 < clipped.float().mean() < 0.15
     assert torch.equal(grad == 0, clipped)
-    assert not clips(QuantSpec("int8", scale_rule=AbsMaxRule()))
+    assert not fake_quantize.clips(QuantSpec("int8", scale_rule=AbsMaxRule()))
     recipe, layer = make("int8_dynamic_activation_int8_semi_sparse_weight"), nn.Linear(64, 96)
     kept = prune_2_4(layer.weight.detach()) != 0
     quantize_(layer, qat(recipe))
@@ -204,10 +200,10 @@ def test_which_kernels_run(each_library: str) -> None:
     model, x = mlp(), torch.randn(5, 64)
     quantize_(model, qat(make("int8_dynamic_activation_int4_weight")))
     for grad in (True, False):
-        with record_kernels() as ran, torch.set_grad_enabled(grad):
+        with qtorch.kernels.record_kernels() as ran, torch.set_grad_enabled(grad):
             model(x)
         assert ran.count("cpu_int8_mm") == 2
-    if each_library == "torch" or compiled_library.library() is None:
+    if each_library == "torch" or qtorch.kernels.cpu.compiled_library.library() is None:
         assert ran.count("int8_grouped_mm") == 2
 
 
@@ -218,7 +214,7 @@ def test_compute_dtype(name: str) -> None:
     exact = copy.deepcopy(model)
     quantize_(model, qat(make(name, 32), compute_dtype=torch.bfloat16))
     quantize_(exact, qat(make(name, 32)))
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = model(x)
     assert ran == []
     assert 20 < compute_error(exact(x), y) < 60

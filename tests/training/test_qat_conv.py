@@ -6,15 +6,12 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import compute_error, int8_dynamic_activation_int8_weight, int8_static_activation_int8_weight, quantize_
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import MappingType, PerAxis, PerTensor
-from qtorch.recipes.base import Recipe
 from qtorch.training import calibrate, convert, fold_batch_norm, lsq, qat, scheduled_qat
 from tests.every_recipe import OF_QAT, make
 from tests.test_convolutions import CONVS, ConvNet, X
@@ -90,7 +87,7 @@ def test_a_scale_for_each_image(mapping: MappingType, groups: int) -> None:
     assert torch.equal(served_broken.isnan(), trained_broken.isnan())
     assert served_broken[1].isnan().all()
     assert not served_broken[0].isnan().any()
-    with compiled_library.use(None), torch.no_grad():
+    with qtorch.kernels.cpu.compiled_library.use(None), torch.no_grad():
         assert torch.equal(model(X), served)
 
 
@@ -102,7 +99,7 @@ OPTIONS = [
     {"padding": "same", "padding_mode": "circular"},
     {"groups": 4, "padding": 2, "dilation": 2},
 ]
-LEARNED: dict[str, Recipe] = {
+LEARNED: dict[str, qtorch.recipes.base.Recipe] = {
     "4 bits": lsq(),
     "2 bits, one step": lsq(weight_bits=2, activation_bits=2, granularity=PerTensor()),
     "offset": lsq(activation_offset=True),
@@ -168,10 +165,10 @@ def test_gradients_are_those_of_fake_quantization(options: dict) -> None:
     padded, padding = x, layer.padding
     if layer.padding_mode != "zeros":
         ends = layer._reversed_padding_repeated_twice
-        padded, padding = functional.pad(x, ends, mode=layer.padding_mode), 0
+        padded, padding = nn.functional.pad(x, ends, mode=layer.padding_mode), 0
     x_hat = layer.quantize_input(padded.flatten(1)).values.reshape(padded.shape)
     w_hat = layer.from_matrix(layer, layer.quantize_weight(layer.matrix).values, layer.weight.shape)
-    z = functional.conv2d(x_hat, w_hat, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
+    z = nn.functional.conv2d(x_hat, w_hat, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
     assert compute_error(z, y) > 100
     for name, a, b in zip(["input", *names], got, torch.autograd.grad(z, [x, *leaves], grad)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=name)
@@ -287,7 +284,7 @@ def test_trained_and_converted_bit_for_bit(name: str, ndim: int, bias: bool) -> 
     assert type(model[0].weight) is ConvWeight
     with record_kernels() as ran:
         assert torch.equal(model(x), y)
-    if ndim < 3 and compiled_library.library() is not None:
+    if ndim < 3 and qtorch.kernels.cpu.compiled_library.library() is not None:
         assert ran[0] == "conv:cpu_conv"
     else:
         assert ran[0].startswith("linear:")

@@ -14,7 +14,6 @@ import qtorch
 from qtorch import PerBlock, PerGroup, PerTensor, compute_error, int4_weight_only, quantize_, training
 from qtorch.calibration import min_max
 from qtorch.kernels import record_kernels
-from qtorch.primitives import from_json, to_json
 from qtorch.recipes.base import RECIPES as REGISTERED
 from qtorch.recipes.base import Recipe
 from qtorch.training import Int8MixedPrecisionTrainingConfig, float8_training, int8_mixed_precision_training
@@ -87,7 +86,7 @@ VALUES = [
 
 @pytest.mark.parametrize("recipe", VALUES, ids=[f"{i} {recipe.name}" for i, recipe in enumerate(VALUES)])
 def test_is_a_value(recipe: Recipe) -> None:
-    assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
+    assert qtorch.primitives.from_json(json.loads(json.dumps(qtorch.primitives.to_json(recipe)))) == recipe
     assert dataclasses.replace(recipe) == recipe
     assert hash(dataclasses.replace(recipe)) == hash(recipe)
     assert str(recipe).startswith(f"{recipe.name}(")

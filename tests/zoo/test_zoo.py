@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import qtorch
 from qtorch import find_uses, int4_weight_only, int8_weight_only, load_quantized, quantize_, quantize_checkpoint
-from qtorch.cli import main
 from qtorch.cli.recipes import read_recipe
-from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.joining import join, shares_scales
+from qtorch.dtypes import QuantizedTensor, joining
 from qtorch.integrations.transformers import QtorchConfig
-from qtorch.model.targets import find_targets
 from qtorch.model.uses import Uses
 from tests.every_recipe import NAMES, make
 from tests.fast_part import slow_but
@@ -34,7 +30,7 @@ the row in each product, that is 0.2% to 0.5% of its output, and these models ha
 EACH = pytest.mark.parametrize("name", list(ARCHITECTURES))
 
 
-def relative_error(got: Tensor, wanted: Tensor) -> float:
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
@@ -66,7 +62,7 @@ def test_kinds_and_reports(name: str) -> None:
     """The axis that the registry says is the one that products sum over; what it does not know, they do not use."""
     model, batch = built(name)
     uses = find_uses(model, **batch)
-    for target in find_targets(model, int8_weight_only(), None):
+    for target in qtorch.model.targets.find_targets(model, int8_weight_only(), None):
         for slot in target.slots:
             of = uses[slot.name]
             if slot.kind.obstacle or not of.contractions:
@@ -226,7 +222,7 @@ def test_loaded_saved_and_saved_again(saved: Any, tmp_path: Path, name: str, kin
     else:
         (tmp_path / "by_name.json").write_text(json.dumps(BY_NAME))
         asked = ["--config", str(tmp_path / "by_name.json")] if kind == "by_name" else ["--recipe", text]
-        assert main(["quantize", str(folder), str(tmp_path / "cli"), *asked, "--on-misfit", "skip"]) == 0
+        assert qtorch.cli.main(["quantize", str(folder), str(tmp_path / "cli"), *asked, "--on-misfit", "skip"]) == 0
         loaded, info = type(model).from_pretrained(tmp_path / "cli", output_loading_info=True)
         assert not any(info.values()), info
         loaded.eval()
@@ -280,12 +276,12 @@ def test_experts_one_by_one_are_those_together_or_refused(saved: Any, tmp_path: 
     chosen = make(recipe, 32)
     rows = [[torch.randn(32, 64) for _ in range(2)] for _ in range(3)]
     together = chosen.apply(torch.stack([torch.cat(row) for row in rows]))
-    joined = join([[chosen.apply(matrix) for matrix in row] for row in rows])
+    joined = joining.join([[chosen.apply(matrix) for matrix in row] for row in rows])
     same = joined.scheme == together.scheme and all(  # type: ignore[attr-defined]
         part is None or torch.equal(part, together.inner_tensors[key])
         for key, part in joined.inner_tensors.items()  # type: ignore[attr-defined]
     )
-    assert same != shares_scales(chosen.linear_spec().weight)
+    assert same != joining.shares_scales(chosen.linear_spec().weight)
     if same:
         return
     _, _, folder = saved("mixtral")

@@ -11,16 +11,11 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from torch import nn
-from torch.nn import functional
 
 import qtorch
 from qtorch.checkpoint.formats.gguf.block_types import TYPES
 from qtorch.checkpoint.formats.gguf.reading import GgufFile
 from qtorch.checkpoint.sources import open_source
-from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu.compiled_library import library
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes, write
 from tests.refusals import refuses
 from tests.rounding import assert_same_product
@@ -135,7 +130,7 @@ def test_data_beyond_the_end(name: str, tmp_path: Path) -> None:
 def test_an_error_leaves_the_model(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     number, kind = QUANTIZED["Q8_0"]
-    model = nn.Linear(64, 8)
+    model = torch.nn.Linear(64, 8)
     before = model.weight
     data = random_bytes(kind, (8, 64)), GGMLQuantizationType(number)
     write(path, {"weight": data, "bias": (np.zeros(9, np.float32), None)}, "other")
@@ -182,7 +177,7 @@ def test_the_numbers_of_gguf(name: str, shape: tuple[int, ...]) -> None:
         data = random_bytes(kind, shape, seed)
         wanted = expected(data, number) if data.size else torch.empty(shape)
         tensor = kind.tensor(torch.from_numpy(data.reshape(-1)), shape)
-        assert isinstance(tensor, QuantizedTensor)
+        assert isinstance(tensor, qtorch.dtypes.QuantizedTensor)
         assert torch.equal(tensor.dequantize(), wanted)
         assert (tensor.dtype, tensor.scheme) == (torch.float32, kind.scheme(shape))
         table = 0 if getattr(tensor, "table", None) is None else tensor.table.nbytes
@@ -199,12 +194,12 @@ def test_a_kernel_reads_the_codes(name: str, tmp_path: Path) -> None:
     qtorch.load_quantized(model, path)
     weight = model.w
     of_torch = "weight_only_mm" if kind.spec.dtype.bits == 8 else "packed_weight_mm"
-    integers = of_torch if library() is None else "cpu_weight_only_mm"
-    tables = "lut_weight_mm" if library() is None else "cpu_lut_mm"
+    integers = of_torch if qtorch.kernels.cpu.compiled_library.library() is None else "cpu_weight_only_mm"
+    tables = "lut_weight_mm" if qtorch.kernels.cpu.compiled_library.library() is None else "cpu_lut_mm"
     kernel = {"IQ4_NL": tables, "IQ4_XS": tables}.get(name, integers)
     x = torch.randn(5, 512)
-    with record_kernels() as ran:
-        y = functional.linear(x, weight)
+    with qtorch.kernels.record_kernels() as ran:
+        y = torch.nn.functional.linear(x, weight)
     assert ran[0] == f"linear:{kernel}"
     assert qtorch.explain(weight).kernel == kernel
     assert_same_product(y, x @ expected(data, number).T, x, expected(data, number))

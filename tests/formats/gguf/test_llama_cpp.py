@@ -18,7 +18,6 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
 import qtorch
-from qtorch.dtypes import QuantizedTensor
 from qtorch.training import convert, qat
 from tests.formats.gguf.trained import MODELS, PROMPT, TEXT, built, continuation, save_folder, tokenizer, train
 
@@ -54,7 +53,7 @@ def dequantized(model: Any) -> Any:
 
 
 def agrees(model: Any, path: Path) -> None:
-    assert any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+    assert any(isinstance(parameter, qtorch.dtypes.QuantizedTensor) for parameter in model.parameters())
     found = run("llama-simple", path, "-n", 24, PROMPT).strip()
     assert found == continuation(dequantized(model))
     assert len(found) > 60

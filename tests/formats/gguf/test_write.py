@@ -13,14 +13,12 @@ accelerate = pytest.importorskip("accelerate")
 import gguf
 import numpy as np
 import torch
-from torch import nn
 
 import qtorch
 from qtorch.checkpoint.formats.gguf.architectures import ARCHITECTURES, permute, undo_permutation
 from qtorch.checkpoint.formats.gguf.metadata import SPLITS, architecture_of
 from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels import record_kernels
 from tests.formats.gguf import llama_cpp
 from tests.formats.gguf.random_blocks import write
 from tests.formats.gguf.trained import MODELS, built, save_folder, tokenizer
@@ -266,11 +264,11 @@ def make(name: str) -> tuple[Any, Any, str]:
     model_class = getattr(transformers, f"{called}ForCausalLM")
     model = model_class(config_class(**(SIZES | options)))
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+        torch.nn.init.normal_(parameter, std=0.1)
     return model.eval(), model_class, name.split(",")[0]
 
 
-def empty(model_class: Any, config: Any) -> nn.Module:
+def empty(model_class: Any, config: Any) -> torch.nn.Module:
     """The model with parameters on the meta device, buffers real."""
     with accelerate.init_empty_weights():
         return model_class(config).eval()
@@ -297,7 +295,7 @@ def test_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
     assert quantized >= 9
 
     ids = torch.randint(0, 96, (2, 7))
-    with torch.no_grad(), record_kernels() as ran:
+    with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
         logits = ours(ids).logits
         expected = theirs(ids).logits
     kernels = {kernel for kernel in ran if kernel.startswith("linear:")}

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PerRow, QuantSpec, quantize_
 from qtorch.dtypes import QuantizedTensor
-from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
-from qtorch.integrations.peft.expert_adapters import AdaptedParameter
+from qtorch.integrations.peft import expert_adapters, prepare_for_adapters, requantize_merged
 from tests.integrations.peft.models import IDS, OF_EXPERTS, RECIPES, merge_and_unmerge, moe, output, randomized
 from tests.refusals import refuses
 
@@ -107,11 +106,11 @@ def test_two_adapters_at_once() -> None:
     merge_and_unmerge(model, lambda: output(model))
 
 
-def operand(*shape: int) -> tuple[AdaptedParameter, Tensor]:
+def operand(*shape: int) -> tuple[expert_adapters.AdaptedParameter, Tensor]:
     """A stand-in for a parameter, and the float tensor that it stands for."""
     base = AffineQuantizedTensor.from_float(torch.randn(shape), QuantSpec(torch.int8, PerRow()))
     left, right = torch.randn(*shape[:-1], 4), torch.randn(*shape[:-2], 4, shape[-1])
-    return AdaptedParameter(base, left, right), base.dequantize() + left @ right
+    return expert_adapters.AdaptedParameter(base, left, right), base.dequantize() + left @ right
 
 
 def test_products_of_an_adapted_parameter() -> None:

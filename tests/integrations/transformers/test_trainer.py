@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("accelerate")
 
@@ -26,11 +25,11 @@ RECIPES: dict[str, Any] = {
 }
 
 
-class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 32
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": ids, "labels": ids}
 

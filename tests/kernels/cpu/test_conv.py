@@ -14,7 +14,6 @@ from qtorch.calibration import observed
 from qtorch.dtypes import AffineQuantizedTensor, ConvWeight
 from qtorch.kernels import record_kernels
 from qtorch.kernels.conv import Window, from_matrix, image_conv, multiply_windows, prepare_conv, to_matrix
-from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
 from tests.fast_part import matrix_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
@@ -138,7 +137,7 @@ def test_16_bits(build: str, dtype: torch.dtype) -> None:
         assert torch.equal(run(conv, x, build), reference_conv(x, conv))
         conv = with_dynamic(make(False), DYNAMIC["asymmetric"])
         y = run(conv, x, build)
-        with compiled_library.use(None), torch.no_grad():
+        with qtorch.kernels.cpu.compiled_library.use(None), torch.no_grad():
             assert torch.equal(y, conv(x))
 
 

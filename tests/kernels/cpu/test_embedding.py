@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerBlock, PerGroup, PerRow, PlainLayout
@@ -101,7 +100,7 @@ def test_torch_operators_give_the_same(name):
     assert same_bits(rows, weight.dequantize()[ids.reshape(-1)])
 
 
-def arguments(ids: Tensor, weight: AffineQuantizedTensor) -> tuple[object, ...]:
+def arguments(ids: torch.Tensor, weight: AffineQuantizedTensor) -> tuple[object, ...]:
     scheme = weight.scheme
     spec = scheme.weight
     numerics = (spec.dtype.name, *map(float, spec.code_range), spec.zero_point_domain.name, scheme.dtype)
@@ -126,7 +125,7 @@ def test_what_is_left_to_torch_operators():
 def test_compiled_with_dynamic_shapes():
     """One graph for every number of ids."""
     weight = table(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), layout=PackedLayout())
-    layer = nn.Embedding.from_pretrained(weight)
+    layer = torch.nn.Embedding.from_pretrained(weight)
     compiled = torch.compile(lambda ids: layer(ids) * 2, fullgraph=True, dynamic=True)
     expected = weight.dequantize() * 2
     with record_kernels() as ran:

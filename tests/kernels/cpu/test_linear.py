@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 import qtorch
@@ -16,10 +15,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, int8_linear, variants, weight_only
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
-from qtorch.kernels.ops.quantize import error_norms
-from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error
-from qtorch.primitives.layouts.packed import pack_codes
-from qtorch.primitives.qdtype import qdtype
+from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error, qdtype
 from tests.fast_part import matrix_but
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, weight_of
 from tests.rounding import EXTRA, gamma
@@ -91,7 +87,7 @@ def weights(spec: QuantSpec, dtype: torch.dtype = torch.float32) -> list[AffineQ
     return made
 
 
-def error(y: Tensor, x: Tensor, weight: AffineQuantizedTensor) -> float:
+def error(y: torch.Tensor, x: torch.Tensor, weight: AffineQuantizedTensor) -> float:
     """Largest error, relative to what the sums are made of."""
     exact = weight.scheme.weight.dequantize(*weight.plain()).double()
     scale = weight.scale.double()
@@ -234,7 +230,7 @@ def test_norms_of_errors(build, name):
         for weight in weights(SPECS[name], dtype):
             floats = torch.randn(weight.shape).to(dtype)
             with record_kernels() as ran:
-                found = error_norms(floats, weight)
+                found = qtorch.kernels.ops.quantize.error_norms(floats, weight)
             assert ran == [f"error_norms.{build}"]
             x, y = floats.double(), weight.dequantize().double()
             torch.testing.assert_close(found.double(), torch.stack([x.norm(), (x - y).norm()]), rtol=1e-7, atol=0)
@@ -286,7 +282,7 @@ def test_channels_with_the_largest_codes(build, activation, columns):
         xs = torch.rand(6, 1)
         xz = torch.tensor([-128, 127, 127, -128, 0, 5], dtype=torch.int32).unsqueeze(1)
         xz = xz if activation == "asymmetric" else None
-        packed = pack_codes(codes, qdtype(kind))
+        packed = qtorch.primitives.layouts.packed.pack_codes(codes, qdtype(kind))
         with variants.force("channels"), record_kernels() as ran:
             y = int8_linear.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
         assert ran[-1] == f"cpu_int8_mm.{build}.channels"
@@ -312,7 +308,7 @@ def test_one_row_of_codes(build, rows_of_weight, columns, group):
     }
     for variant, (kind, all_codes), zero in itertools.product(CODE_VARIANTS, weights_of.items(), (None, zeros)):
         for codes, xq, xz in itertools.product(all_codes, inputs, (None, -128, -3, 127)):
-            packed = pack_codes(codes, qdtype(kind))
+            packed = qtorch.primitives.layouts.packed.pack_codes(codes, qdtype(kind))
             x_zero = None if xz is None else torch.full((1, 1), xz, dtype=torch.int32)
             arguments = packed, rows_of_weight, scale, zero, True, kind, torch.float32, None
             with variants.force(variant), record_kernels() as ran:

@@ -10,11 +10,10 @@ from typing import get_type_hints
 import pytest
 
 from qtorch.kernels.cpu import build, compiled_library, conv_codes, structs
-from qtorch.kernels.cpu.build import SOURCES
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 SIZE = 8
-DECLARED = "".join(re.sub(r"//.*", "", path.read_text()) for path in SOURCES.glob("*.[ch]*"))
+DECLARED = "".join(re.sub(r"//.*", "", path.read_text()) for path in build.SOURCES.glob("*.[ch]*"))
 
 
 def declared(name: str) -> list[tuple[str, str]]:

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
-from qtorch.training import CodesWeight, int8_weight_only_quantized_training
-from qtorch.training.optim import AdamW8bit, QGaLoreAdamW8bit
+from qtorch.training import AdamW8bit, CodesWeight, QGaLoreAdamW8bit, int8_weight_only_quantized_training
 from qtorch.training.optim.qgalore import orthonormal, rotated, stored, top_directions
 from tests.training.small_model import cosine, make_model, parameters_of, train
 
