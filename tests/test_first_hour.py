@@ -345,14 +345,10 @@ def test_there_are_75_mistakes() -> None:
 def test_arguments_of_another_type(name: str) -> None:
     """Every argument of every recipe refuses a value of another type in one line, which names both."""
     needed = {
-        **every_recipe.ARGUMENTS,
-        **training_recipes.ARGUMENTS,
-        "block_sparse": (qtorch.int8_dynamic_activation_int8_weight(),),
-        "calibrated": (INT8, []),
-        "low_rank": (INT8,),
-        "importance_weighted": (qtorch.lut_weight_only(bits=3), []),
-        "padded": (INT8, 1),
-    }
+        **every_recipe.ARGUMENTS, **training_recipes.ARGUMENTS,
+        "block_sparse": (qtorch.int8_dynamic_activation_int8_weight(),), "calibrated": (INT8, []), "low_rank": (INT8,),
+        "importance_weighted": (qtorch.lut_weight_only(bits=3), []), "padded": (INT8, 1),
+    }  # fmt: skip
     recipe: Any = RECIPES[name]
     types = _field_types(recipe)
     good = dict(zip(types, needed.get(name, ())))

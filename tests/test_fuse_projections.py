@@ -104,12 +104,8 @@ def test_what_is_left_apart():
     whole = {f"{name}.gate_proj" for name in ("fine", "hook", "normed", "some")}
     assert set(report.fused) == whole | {"fine.q_proj", "wide.q_proj"}
     words = {
-        "hook": "has hooks",
-        "normed": "not a plain",
-        "wide": "width or bias",
-        "some": "or bias",
-        "trained": "training",
-    }
+        "hook": "has hooks", "normed": "not a plain", "wide": "width or bias", "some": "or bias", "trained": "training",
+    }  # fmt: skip
     assert all(words[path.split(".")[0]] in reason for path, reason in report.skipped)
     assert f"{len(report.fused)} of 12 groups" in str(report)
     refuses("fuse_projections: Linear has no layers ", lambda: fuse_projections(nn.Linear(2, 2)))

@@ -103,11 +103,9 @@ def test_interrupted_at_every_line(act: Callable[[nn.Sequential], None]) -> None
 
 
 SERVING: list[Recipe] = [
-    qtorch.int8_weight_only(),
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.lut_weight_only(3),
+    qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32), qtorch.lut_weight_only(3),
     qtorch.int8_static_activation_int8_weight(0.1),
-]
+]  # fmt: skip
 TRAINING: list[Recipe] = [
     training.int8_mixed_precision_training(),
     training.int8_weight_only_quantized_training(),

@@ -229,14 +229,10 @@ def test_a_checkpoint_without_its_model(name: str, tmp_path: Path) -> None:
 
 
 RECIPES = [
-    qtorch.int8_weight_only(),
-    qtorch.int4_weight_only(group_size=16),
-    qtorch.float8_weight_only(),
-    qtorch.float8_weight_only(granularity=qtorch.PerTensor()),
-    qtorch.nvfp4_weight_only(),
-    qtorch.nf4_weight_only(group_size=32),
-    qtorch.int8_static_activation_int8_weight(0.02),
-]
+    qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=16), qtorch.float8_weight_only(),
+    qtorch.float8_weight_only(granularity=qtorch.PerTensor()), qtorch.nvfp4_weight_only(),
+    qtorch.nf4_weight_only(group_size=32), qtorch.int8_static_activation_int8_weight(0.02),
+]  # fmt: skip
 
 FUSED = "layers.0.mlp.experts.gate_up_proj"
 

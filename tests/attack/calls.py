@@ -32,14 +32,9 @@ def start(name: str, *arguments: object) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "tests.attack.calls", name, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        words,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        words, cwd=Path(__file__).parents[2], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )
+    )  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()
     return process

@@ -179,18 +179,9 @@ class Mutator:
 
 
 MUTATIONS = [
-    *[Mutator.replace] * 3,
-    *[Mutator.nudge] * 3,
-    *[Mutator.copy] * 2,
-    *[Mutator.swap] * 2,
-    *[Mutator.delete] * 2,
-    Mutator.flip,
-    Mutator.respell,
-    Mutator.duplicate,
-    Mutator.rename,
-    Mutator.nest,
-    Mutator.reorder,
-]
+    *[Mutator.replace] * 3, *[Mutator.nudge] * 3, *[Mutator.copy] * 2, *[Mutator.swap] * 2, *[Mutator.delete] * 2,
+    Mutator.flip, Mutator.respell, Mutator.duplicate, Mutator.rename, Mutator.nest, Mutator.reorder,
+]  # fmt: skip
 
 
 def mutate(tree: Any, rng: random.Random) -> tuple[Any, str]:

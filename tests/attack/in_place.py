@@ -133,12 +133,9 @@ WAYS: dict[str, tuple[str, str | None, Way]] = {
 """(title, what an error may say, the change)."""
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "add": lambda old: old + 1,
-    "mul": lambda old: old * 2,
-    "set_row": _to_other_row,
-    "fill": lambda old: old * 0 + 0.5,
+    "add": lambda old: old + 1, "mul": lambda old: old * 2, "set_row": _to_other_row, "fill": lambda old: old * 0 + 0.5,
     "zero": torch.zeros_like,
-}
+}  # fmt: skip
 """What the old ones become; other numbers in all other ways."""
 
 for _name, (_title, _refuses, _way) in WAYS.items():

@@ -207,17 +207,9 @@ def count_of_arguments(arguments: Arguments, pick: random.Random) -> str:
 
 
 DAMAGES = [
-    *[one_tensor] * 8,
-    *[table_of_tensors] * 2,
-    *[scheme_field] * 6,
-    *[scheme_shape] * 5,
-    scheme_dtype,
-    *[scheme_text] * 2,
-    flags,
-    *[state] * 3,
-    type_name,
-    count_of_arguments,
-]
+    *[one_tensor] * 8, *[table_of_tensors] * 2, *[scheme_field] * 6, *[scheme_shape] * 5, scheme_dtype,
+    *[scheme_text] * 2, flags, *[state] * 3, type_name, count_of_arguments,
+]  # fmt: skip
 
 
 # --- changes to one inner tensor ---
@@ -296,15 +288,9 @@ def _not_a_tensor(tensor: Tensor, pick: random.Random) -> Any:
 
 
 TENSOR_CHANGES = [
-    *[_fewer_rows, _fewer_columns, _more, _one_element] * 2,
-    _in_another_shape,
-    _in_other_strides,
-    _in_another_dtype,
-    _of_other_numbers,
-    _not_finite,
-    _of_another_kind,
-    _not_a_tensor,
-]
+    *[_fewer_rows, _fewer_columns, _more, _one_element] * 2, _in_another_shape, _in_other_strides, _in_another_dtype,
+    _of_other_numbers, _not_finite, _of_another_kind, _not_a_tensor,
+]  # fmt: skip
 
 
 # --- the call inside others that torch.load allows ---

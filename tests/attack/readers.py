@@ -209,11 +209,9 @@ def read_launch(path: Path, whole: bool) -> str | None:
 def recipes(path: Path) -> None:
     path.mkdir()
     given = {
-        "lm_head": None,
-        r".*\.q_proj": {"recipe": "int4_weight_only", "group_size": 32},
-        r".*_proj": "int8_weight_only()",
-        ".*": qtorch.primitives.to_json(INT4),
-    }
+        "lm_head": None, r".*\.q_proj": {"recipe": "int4_weight_only", "group_size": 32},
+        r".*_proj": "int8_weight_only()", ".*": qtorch.primitives.to_json(INT4),
+    }  # fmt: skip
     (path / "recipes.json").write_text(json.dumps(given))
 
 
@@ -381,12 +379,8 @@ def edit_header(folder: Path, rng: random.Random) -> tuple[str, bool]:
 
 
 DAMAGES: list[damage.Damage] = [
-    *[damage.edit_json] * 4,
-    *[edit_header] * 2,
-    damage.edit_bytes,
-    damage.edit_tensor,
-    edit_places,
-]
+    *[damage.edit_json] * 4, *[edit_header] * 2, damage.edit_bytes, damage.edit_tensor, edit_places,
+]  # fmt: skip
 
 
 # --- a case ---

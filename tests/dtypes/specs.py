@@ -44,15 +44,9 @@ SPECS = {
 }
 
 SQNR = {
-    "int8 row": (40, 50),
-    "int8 tensor": (36, 46),
-    "int8 block": (41, 49),
-    "uint4 group": (18, 25),
-    "float8 row": (28, 36),
-    "float4 group": (18, 24),
-    "int3 group": (11, 18),
-    "int4 group": (17, 24),
-}
+    "int8 row": (40, 50), "int8 tensor": (36, 46), "int8 block": (41, 49), "uint4 group": (18, 25),
+    "float8 row": (28, 36), "float4 group": (18, 24), "int3 group": (11, 18), "int4 group": (17, 24),
+}  # fmt: skip
 """In dB, what normal numbers keep by the first words of a name above: at least, at most."""
 
 
@@ -60,11 +54,8 @@ def in_other_layouts() -> dict[str, LinearSpec]:
     """Those above without a layout, in each registered layout that none of them has."""
     # Tiles and blocks have tests of their own: they take few shapes.
     known = {
-        "plain",
-        "tensor_core_tiled",
-        "block_sparse",
-        *(spec.layout.name for spec in SPECS.values() if spec.layout),
-    }
+        "plain", "tensor_core_tiled", "block_sparse", *(spec.layout.name for spec in SPECS.values() if spec.layout),
+    }  # fmt: skip
     found = {}
     for layout in [cls() for name, cls in qtorch.primitives.layouts.LAYOUTS.items() if name not in known]:
         for name, spec in SPECS.items():

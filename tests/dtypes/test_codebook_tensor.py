@@ -20,13 +20,9 @@ from tests.refusals import refuses
 
 # SQNR in dB of normal numbers: at least, at most.
 SQNR = {
-    "nf4": (19.5, 22),
-    "nf4 single": (21.5, 26),
-    "3 bits group": (16, 21),
-    "2 bits row": (9, 12),
-    "4 bits block": (20, 22),
-    "8 bits block": (46, 56),
-}
+    "nf4": (19.5, 22), "nf4 single": (21.5, 26), "3 bits group": (16, 21), "2 bits row": (9, 12),
+    "4 bits block": (20, 22), "8 bits block": (46, 56),
+}  # fmt: skip
 
 every_spec = pytest.mark.parametrize("name", SPECS)
 

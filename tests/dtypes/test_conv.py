@@ -29,14 +29,9 @@ INTEGERS = [name for name in SPECS if name not in WEIGHT_ONLY]
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 FUNCTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 OPTIONS = [
-    {},
-    {"stride": 2, "padding": 1},
-    {"padding": "same"},
-    {"padding": "same", "dilation": 3},
-    {"padding": "valid", "dilation": 2},
-    {"groups": 2},
-    {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
-]
+    {}, {"stride": 2, "padding": 1}, {"padding": "same"}, {"padding": "same", "dilation": 3},
+    {"padding": "valid", "dilation": 2}, {"groups": 2}, {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
+]  # fmt: skip
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 

@@ -48,13 +48,9 @@ def arguments(weight: QuantizedTensor, **changes: Any) -> list[Any]:
     """Of `rebuild`, some changed by position or inner tensor."""
     name, tensors, scheme, requires_grad, is_parameter, state = weight.__reduce_ex__(2)[1]
     return [
-        changes.pop("type_name", name),
-        {**tensors, **changes.pop("tensors", {})},
-        changes.pop("scheme", scheme),
-        requires_grad,
-        is_parameter,
-        changes.pop("state", state),
-    ]
+        changes.pop("type_name", name), {**tensors, **changes.pop("tensors", {})}, changes.pop("scheme", scheme),
+        requires_grad, is_parameter, changes.pop("state", state),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -114,11 +110,9 @@ def test_sizes_and_classes() -> None:
     about = (False, "int8", -127.0, 127.0, "NONE")
     mm(x, codes, 256, scale, None, *about, None)
     wrong: list[tuple[Tensor, int, Tensor, Tensor | None]] = [
-        (codes, 512, scale, None),
-        (codes[:8], 256, scale, None),
-        (codes, 256, scale[:8], None),
+        (codes, 512, scale, None), (codes[:8], 256, scale, None), (codes, 256, scale[:8], None),
         (codes, 256, scale, torch.zeros(8)),
-    ]
+    ]  # fmt: skip
     for args in wrong:
         with pytest.raises((ValueError, RuntimeError), match="shape"):
             mm(x, args[0], args[1], args[2], None, *about, args[3])
@@ -232,12 +226,9 @@ def test_parameters_of_floats_and_data_that_does_not_fit(recipe: Recipe) -> None
 
 
 READERS: dict[str, Any] = {
-    "asarray": np.asarray,
-    "np.from_dlpack": np.from_dlpack,
-    "to_dlpack": torch.utils.dlpack.to_dlpack,
-    "storage": lambda w: w.storage()[0],
-    "storage bytes": lambda w: bytes(w.untyped_storage()),
-}
+    "asarray": np.asarray, "np.from_dlpack": np.from_dlpack, "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "storage": lambda w: w.storage()[0], "storage bytes": lambda w: bytes(w.untyped_storage()),
+}  # fmt: skip
 """Beside those of tests/attack/raw_memory.py."""
 
 

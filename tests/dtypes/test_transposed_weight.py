@@ -15,15 +15,10 @@ from qtorch.recipes.base import WeightRecipe
 from qtorch.training import qat
 
 RECIPES: list[WeightRecipe] = [
-    qtorch.int8_weight_only(),
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.int8_dynamic_activation_int8_weight(),
-    qtorch.int8_dynamic_activation_int4_weight(),
-    qtorch.nf4_weight_only(group_size=32),
-    qtorch.lut_weight_only(bits=3),
-    qtorch.mxfp4_weight_only(),
-    qtorch.nvfp4_weight_only(),
-]
+    qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32), qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int4_weight(), qtorch.nf4_weight_only(group_size=32), qtorch.lut_weight_only(bits=3),
+    qtorch.mxfp4_weight_only(), qtorch.nvfp4_weight_only(),
+]  # fmt: skip
 
 EACH = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 

@@ -181,13 +181,9 @@ def test_torch_onnx_export_takes_the_translations(tmp_path: Path) -> None:
     quantize_(model, qtorch.int4_weight_only(group_size=32))
     x = torch.randn(3, 64)
     program = torch.onnx.export(
-        qtorch.export.portable(model),
-        (x,),
-        dynamo=True,
-        opset_version=21,
-        custom_translation_table=qtorch.export.onnx_translations(),
-        verbose=False,
-    )
+        qtorch.export.portable(model), (x,), dynamo=True, opset_version=21,
+        custom_translation_table=qtorch.export.onnx_translations(), verbose=False,
+    )  # fmt: skip
     program.save(tmp_path / "model.onnx")
     assert set(types(onnx.load(tmp_path / "model.onnx")).values()) == {"UINT8"}
     assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 105

@@ -56,12 +56,9 @@ def run_tests_with(page: str, folder: Path, *arguments: str) -> dict[str, str]:
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", file.module, "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, f"--junitxml={report}", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
+        [*command, f"--junitxml={report}", *arguments], capture_output=True, text=True, cwd=ROOT,
         env=environment(folder),
-    )
+    )  # fmt: skip
     assert report.exists(), done.stdout + done.stderr
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):

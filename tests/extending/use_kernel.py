@@ -23,15 +23,9 @@ if DEVICE == "cpu":
     install()
     # The same kernel as on a GPU, for the tests that ask the registry for CUDA kernels and interpret them.
     register(
-        "linear",
-        layout="packed",
-        weight=("float5_e2m2", "float5_e3m1"),
-        activation=(),
-        device="cuda",
-        priority=30,
-        supports=my_kernel._supports,
-        name="my_float5_linear_on_cuda",
-    )(my_kernel.my_float5_linear)
+        "linear", layout="packed", weight=("float5_e2m2", "float5_e3m1"), activation=(), device="cuda", priority=30,
+        supports=my_kernel._supports, name="my_float5_linear_on_cuda",
+    )(my_kernel.my_float5_linear)  # fmt: skip
 
 FORMATS = {(2, 2): (22, 30), (3, 1): (18, 26)}
 """SQNR in dB of a layer with normal weights: at least, at most."""

@@ -41,11 +41,9 @@ def folder(tmp_path: Path, tensors: dict[str, Tensor], dtype: str = "float16", *
 def test_4_bits(kind: str, nested: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors, wanted = layer(kind, nested, dtype=dtype)
     check(
-        folder(tmp_path, tensors, load_in_4bit=True),
-        wanted,
-        "lut_weight_mm",
+        folder(tmp_path, tensors, load_in_4bit=True), wanted, "lut_weight_mm",
         4 + 32 / 64 + 16 * 32 / (OUTPUTS * INPUTS),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -81,11 +81,9 @@ def test_scales_of_zero(tmp_path: Path) -> None:
 def test_one_scale_for_the_tensor_or_for_each_row(method: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     codes, scale = e4m3(32, 64), torch.rand(shape) + 0.1
     tensors = {
-        "layer.weight": codes,
-        "layer.weight_scale": scale,
-        "layer.input_scale": torch.tensor(0.5),
+        "layer.weight": codes, "layer.weight_scale": scale, "layer.input_scale": torch.tensor(0.5),
         **plain_tensors(64, torch.bfloat16),
-    }
+    }  # fmt: skip
     config = quantized_config(method, "bfloat16", **({"quant_algo": "FP8"} if method == "modelopt" else {}))
     factors = scale.reshape(-1, 1).expand(32 if scale.numel() == 1 else -1, 1)
     wanted = by_blocks(codes, factors, (1, 64), torch.bfloat16)

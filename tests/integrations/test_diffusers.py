@@ -35,12 +35,9 @@ def unet() -> Any:
 
 def conditional() -> Any:
     return diffusers.UNet2DConditionModel(
-        **UNET,
-        attention_head_dim=4,
-        cross_attention_dim=32,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        **UNET, attention_head_dim=4, cross_attention_dim=32, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).eval()
+    ).eval()  # fmt: skip
 
 
 def transformer() -> Any:

@@ -28,11 +28,9 @@ def problem(
     latest = [new(batch, heads, recent, size).to(dtype) for size in (width, v_width)] if recent else []
     seen = new(batch, 1, rows, tokens + recent) > -0.5
     masks = {
-        None: None,
-        "bool": seen,
-        "float": new(1, heads * group, rows, tokens + recent + 3),
+        None: None, "bool": seen, "float": new(1, heads * group, rows, tokens + recent + 3),
         "-inf": torch.where(seen[:, :, :1], 0.0, -torch.inf),
-    }
+    }  # fmt: skip
     length = None if used is None else torch.tensor(used, device=device)
     more = length, masks[mask], new(heads * group) if sinks else None
     return KVAttention(query, *parts, latest, *more, form, v_width, width**-0.5, softcap, causal)

@@ -76,14 +76,9 @@ def test_sqnr_is_bounded_on_both_sides(granularity: Granularity, mapping: Mappin
 
 
 EXTREMES = [
-    [0.0, 0.0, 0.0, 0.0],
-    [0.1, 0.1, 0.1, 0.1],
-    [-5.0, -5.0, -5.0, -5.0],
-    [1e-40, -1e-44, 0.0, 1e-42],
-    [3e38, -3e38, 0.0, 1e38],
-    [-3e38, -3e38, 0.0, -3e38],
-    [3e38, 1e-40, 0.0, 1.0],
-]
+    [0.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.1], [-5.0, -5.0, -5.0, -5.0], [1e-40, -1e-44, 0.0, 1e-42],
+    [3e38, -3e38, 0.0, 1e38], [-3e38, -3e38, 0.0, -3e38], [3e38, 1e-40, 0.0, 1.0],
+]  # fmt: skip
 
 
 @mappings
@@ -219,14 +214,9 @@ def test_what_is_refused(message: str) -> None:
 OPS = torch.ops.quantized_decomposed
 
 RANGES = [
-    (torch.int8, -128, 127),
-    (torch.int8, -127, 127),
-    (torch.int8, -8, 7),
-    (torch.uint8, 0, 255),
-    (torch.uint8, 0, 15),
-    (torch.int16, -32768, 32767),
-    (torch.int32, -(2**20), 2**20),
-]
+    (torch.int8, -128, 127), (torch.int8, -127, 127), (torch.int8, -8, 7), (torch.uint8, 0, 255), (torch.uint8, 0, 15),
+    (torch.int16, -32768, 32767), (torch.int32, -(2**20), 2**20),
+]  # fmt: skip
 INPUTS = {
     "normal": lambda g: torch.randn(33, 21, generator=g),
     "positive": lambda g: torch.rand(33, 21, generator=g) + 3,

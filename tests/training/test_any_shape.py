@@ -306,22 +306,13 @@ CONVS = {
     for ndim in (1, 2, 3)
 }
 OPTIONS = [
-    {},
-    {"stride": 2},
-    {"padding": 1},
-    {"padding": "same"},
-    {"padding": "valid", "dilation": 2},
-    {"padding": "same", "dilation": 2},
-    {"groups": 2},
-    {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
-]
+    {}, {"stride": 2}, {"padding": 1}, {"padding": "same"}, {"padding": "valid", "dilation": 2},
+    {"padding": "same", "dilation": 2}, {"groups": 2}, {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
+]  # fmt: skip
 OF_TRANSPOSED = [
-    {},
-    {"stride": 2},
-    {"stride": 3, "padding": 1, "output_padding": 2},
-    {"padding": 2, "dilation": 2},
+    {}, {"stride": 2}, {"stride": 3, "padding": 1, "output_padding": 2}, {"padding": 2, "dilation": 2},
     {"groups": 2, "stride": 2, "output_padding": 1},
-]
+]  # fmt: skip
 CASES = [(name, options) for name in CONVS for options in (OF_TRANSPOSED if "transpose" in name else OPTIONS)]
 
 

@@ -15,11 +15,9 @@ INT4 = qtorch.int4_weight_only(group_size=32)
 W8A8 = qtorch.int8_dynamic_activation_int8_weight()
 # recipe: names of the parameters that the teacher has in common with the student
 SHARED = {
-    training.qat(INT4): set(),
-    training.lsq(recipe=INT4): set(),
-    training.lora_qat(INT4, 4): {"0.weight", "2.weight"},
+    training.qat(INT4): set(), training.lsq(recipe=INT4): set(), training.lora_qat(INT4, 4): {"0.weight", "2.weight"},
     training.nvfp4_training(): set(),
-}
+}  # fmt: skip
 
 
 def mlp() -> nn.Sequential:

@@ -225,11 +225,9 @@ def test_reused_codes_and_rows_that_fill_no_block() -> None:
     x, w, g = torch.randn(5, 16), torch.randn(8, 16), torch.randn(5, 8)
     got = operand_gradients(x, w, g, TrainingSpec(GemmSpec(spec, spec), scale_gradient=True))[0]
     completed = operand_gradients(
-        torch.nn.functional.pad(x, (0, 0, 0, 3)),
-        w,
-        torch.nn.functional.pad(g, (0, 0, 0, 3)),
+        torch.nn.functional.pad(x, (0, 0, 0, 3)), w, torch.nn.functional.pad(g, (0, 0, 0, 3)),
         TrainingSpec(GemmSpec(spec, spec), scale_gradient=True),
-    )[0]
+    )[0]  # fmt: skip
     torch.testing.assert_close(got, completed[:5])
 
 

@@ -94,11 +94,9 @@ def test_a_scale_for_each_image(mapping: MappingType, groups: int) -> None:
 # --- learned and observed scales, in every shape ---
 LAYERS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 OPTIONS = [
-    {},
-    {"stride": 2, "padding": 1, "bias": False},
-    {"padding": "same", "padding_mode": "circular"},
+    {}, {"stride": 2, "padding": 1, "bias": False}, {"padding": "same", "padding_mode": "circular"},
     {"groups": 4, "padding": 2, "dilation": 2},
-]
+]  # fmt: skip
 LEARNED: dict[str, qtorch.recipes.base.Recipe] = {
     "4 bits": lsq(),
     "2 bits, one step": lsq(weight_bits=2, activation_bits=2, granularity=PerTensor()),

@@ -36,16 +36,9 @@ def difference(trainer: Any, sampler: Any, lengths: list[int], tokens: int, seed
     ids = torch.randint(1, 100, mask.shape, generator=generator) * mask
     torch.manual_seed(seed)
     out = sampler.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=True,
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
+        input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True,
+        output_logits=True, return_dict_in_generate=True, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
     sampled = torch.stack([functional.log_softmax(logits, -1) for logits in out.logits], 1)
     largest = 0.0
     for row, length in enumerate(lengths):

@@ -124,15 +124,9 @@ def test_generates_with_a_dynamic_and_a_static_cache(name: str) -> None:
     for cache in ("dynamic", "static"):
         torch.manual_seed(0)
         found[cache] = model.generate(
-            **inputs,
-            max_new_tokens=4,
-            min_new_tokens=4,
-            do_sample=False,
-            cache_implementation=cache,
-            output_logits=True,
-            return_dict_in_generate=True,
-            disable_compile=True,
-        )
+            **inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation=cache,
+            output_logits=True, return_dict_in_generate=True, disable_compile=True,
+        )  # fmt: skip
     first, second = found.values()
     assert torch.equal(first.sequences, second.sequences)
     for one, other in zip(first.logits, second.logits, strict=True):

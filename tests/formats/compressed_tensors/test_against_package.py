@@ -94,12 +94,9 @@ def config_of(word: str) -> dict[str, Any]:
     inputs = {**dynamic, "type": weights["type"]} if format in ("int-quantized", "float-quantized") else None
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": format}
     return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [],
-    }
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": [],
+    }  # fmt: skip
 
 
 def floats_of(word: str, dtype: torch.dtype) -> dict[str, Tensor]:

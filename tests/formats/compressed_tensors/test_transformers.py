@@ -74,14 +74,9 @@ def generate(model: Any) -> Tensor:
 
 
 WEIGHT_ONLY = [
-    int8_weight_only(),
-    qtorch.intx_weight_only("int4", group_size=32),
-    qtorch.intx_weight_only("int3", group_size=32),
-    qtorch.float8_weight_only(),
-    qtorch.mxfp4_weight_only(),
-    qtorch.mxfp8_weight_only(),
-    qtorch.nvfp4_weight_only(),
-]
+    int8_weight_only(), qtorch.intx_weight_only("int4", group_size=32), qtorch.intx_weight_only("int3", group_size=32),
+    qtorch.float8_weight_only(), qtorch.mxfp4_weight_only(), qtorch.mxfp8_weight_only(), qtorch.nvfp4_weight_only(),
+]  # fmt: skip
 DYNAMIC = [
     qtorch.int8_dynamic_activation_int8_weight(),
     qtorch.int8_dynamic_activation_int4_weight(),

@@ -21,12 +21,9 @@ from tests.refusals import refuses
 from tests.rounding import assert_same_product
 
 METADATA = {
-    "a.string": "text with ü",
-    "a.float": 0.5,
-    "a.list": [1, 2, 3],
-    "a.list_of_strings": [f"token {i}" for i in range(300)],
-    "general.alignment": 64,
-}
+    "a.string": "text with ü", "a.float": 0.5, "a.list": [1, 2, 3],
+    "a.list_of_strings": [f"token {i}" for i in range(300)], "general.alignment": 64,
+}  # fmt: skip
 
 
 def file(path: Path, names: tuple[str, ...] = ("Q4_K", "Q8_0", "IQ4_NL")) -> Path:
@@ -146,22 +143,9 @@ def test_an_error_leaves_the_model(tmp_path: Path) -> None:
 
 # Bits of an element in memory: of the code, scale and offset.
 BITS = {
-    "Q4_0": 4.5,
-    "Q4_1": 5.0,
-    "Q5_0": 5.5,
-    "Q5_1": 6.0,
-    "Q8_0": 8.5,
-    "Q2_K": 3.125,
-    "Q3_K": 3.5625,
-    "Q4_K": 4.625,
-    "Q5_K": 5.625,
-    "Q6_K": 6.5625,
-    "IQ4_NL": 4.5,
-    "IQ4_XS": 4.3125,
-    "TQ1_0": 2.0625,
-    "TQ2_0": 2.09375,
-    "MXFP4": 4.25,
-}
+    "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q2_K": 3.125, "Q3_K": 3.5625, "Q4_K": 4.625,
+    "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "TQ1_0": 2.0625, "TQ2_0": 2.09375, "MXFP4": 4.25,
+}  # fmt: skip
 
 
 def expected(data: np.ndarray, number: int) -> torch.Tensor:

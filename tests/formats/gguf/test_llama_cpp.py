@@ -23,14 +23,9 @@ from tests.formats.gguf.trained import MODELS, PROMPT, TEXT, built, continuation
 
 pytestmark = pytest.mark.slow
 RECIPES = {
-    "Q4_0": qtorch.gguf_q4_0(),
-    "Q4_1": qtorch.gguf_q4_1(),
-    "Q5_0": qtorch.gguf_q5_0(),
-    "Q5_1": qtorch.gguf_q5_1(),
-    "Q8_0": qtorch.gguf_q8_0(),
-    "IQ4_NL": qtorch.gguf_iq4_nl(),
-    "MXFP4": qtorch.mxfp4_weight_only(),
-}
+    "Q4_0": qtorch.gguf_q4_0(), "Q4_1": qtorch.gguf_q4_1(), "Q5_0": qtorch.gguf_q5_0(), "Q5_1": qtorch.gguf_q5_1(),
+    "Q8_0": qtorch.gguf_q8_0(), "IQ4_NL": qtorch.gguf_iq4_nl(), "MXFP4": qtorch.mxfp4_weight_only(),
+}  # fmt: skip
 KINDS = ("linear", "experts")
 
 

@@ -42,17 +42,9 @@ def prepared(recipe: Any, tied: bool) -> LlamaForCausalLM:
 
 def trainer_of(model: Any, folder: Path) -> Trainer:
     arguments = TrainingArguments(
-        str(folder),
-        max_steps=6,
-        save_steps=3,
-        logging_steps=1,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=1,
-    )
+        str(folder), max_steps=6, save_steps=3, logging_steps=1, per_device_train_batch_size=4, learning_rate=1e-2,
+        report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+    )  # fmt: skip
     return Trainer(model, arguments, train_dataset=Sentences())
 
 

@@ -221,12 +221,9 @@ def same(ours: Tensor, reference: Tensor) -> bool:
 
 # (M, N, groups of x, groups of w, size of the smaller ones, rows of x and of w that share a scale)
 BLOCKS = [
-    (64, 96, 3, 3, 32, 32, 32),
-    (1, 1, 1, 2, 4, 1, 1),
-    (7, 35, 4, 2, 12, 1, 5),
-    (130, 33, 2, 6, 20, 10, 1),
+    (64, 96, 3, 3, 32, 32, 32), (1, 1, 1, 2, 4, 1, 1), (7, 35, 4, 2, 12, 1, 5), (130, 33, 2, 6, 20, 10, 1),
     (64, 16, 2, 2, 1024, 64, 16),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BLOCKS)
