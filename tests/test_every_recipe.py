@@ -116,9 +116,7 @@ CASES = [
 every_case = pytest.mark.parametrize(("recipe", "kernel", "sqnr", "bits"), CASES, ids=[str(case[0]) for case in CASES])
 
 GROUPED = [name for name in NAMES if isinstance(make(name, 32).linear_spec().weight.granularity, qtorch.PerGroup)]
-EMULATED = [
-    name for name in NAMES if name not in WEIGHT_ONLY and make(name).linear_spec().activation.dtype.is_floating_point
-]
+EMULATED = [n for n in NAMES if n not in WEIGHT_ONLY and make(n).linear_spec().activation.dtype.is_floating_point]
 FLOAT8 = ("dynamic_activation_float8", "static_activation_float8", "dynamic_activation_int4")
 every_recipe = pytest.mark.parametrize("name", NAMES)
 

@@ -318,9 +318,7 @@ MISTAKES["transformers"] = [
     (lambda _: quantize_(mlp(), pytest.importorskip("transformers").BitsAndBytesConfig()), "takes a recipe such as"),
     (lambda _: qtorch.kv_cache.quantized_cache(mlp()), "takes a model of transformers or its config"),
 ]
-CASES = [
-    pytest.param(*case, id=f"{area} {number}") for area, cases in MISTAKES.items() for number, case in enumerate(cases)
-]
+CASES = [pytest.param(*c, id=f"{area} {number}") for area, cases in MISTAKES.items() for number, c in enumerate(cases)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -370,9 +368,7 @@ def test_dry_run_on_the_meta_device() -> None:
     recipes = [every_recipe.make(name, 32) for name in every_recipe.NAMES]
     recipes += [training_recipes.make(name) for name in training_recipes.NAMES]
     for recipe in recipes:
-        reports = [
-            quantize_(mlp().to(device), recipe, targets="all", dry_run=True, device="cpu") for device in ("cpu", "meta")
-        ]
+        reports = [quantize_(mlp().to(d), recipe, targets="all", dry_run=True, device="cpu") for d in ("cpu", "meta")]
         sizes = [[(row.name, row.bytes_after) for row in report.layers] for report in reports]
         assert sizes[0] == sizes[1], recipe
         assert all(row.sqnr is None and row.kernel is None for row in reports[1].layers)

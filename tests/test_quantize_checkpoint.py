@@ -213,9 +213,7 @@ def test_compressed_tensors(recipe: object, source: Path, tmp_path: Path) -> Non
     quantize_(model, qtorch.recipes_for_vllm(model, mapping))
     save_quantized(model, tmp_path / "wanted", format="compressed-tensors")
     assert_same(load_file(tmp_path / "q" / "model.safetensors"), load_file(tmp_path / "wanted" / "model.safetensors"))
-    configs = [
-        json.loads((tmp_path / name / "config.json").read_text())["quantization_config"] for name in ("q", "wanted")
-    ]
+    configs = [json.loads((tmp_path / n / "config.json").read_text())["quantization_config"] for n in ("q", "wanted")]
     for config in configs:
         config["ignore"] = sorted(config["ignore"])
         config["config_groups"] = {

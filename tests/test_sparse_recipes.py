@@ -25,9 +25,7 @@ PAIRS = [
     (type(INT8), qtorch.int8_dynamic_activation_int8_weight, ASYMMETRIC, "semi_sparse_int8_scaled_mm", 37, 50),
     (type(FLOAT8), qtorch.float8_dynamic_activation_float8_weight, PER_TENSOR, "emulated_semi_sparse_mm", 25, 34),
 ]
-CASES = [
-    (sparse(*given), dense(*given), *wanted) for sparse, dense, other, *wanted in PAIRS for given in ((), (other,))
-]
+CASES = [(sparse(*given), dense(*given), *wanted) for sparse, dense, o, *wanted in PAIRS for given in ((), (o,))]
 every_case = pytest.mark.parametrize(
     ("recipe", "dense", "kernel", "low", "high"), CASES, ids=[str(case[0]) for case in CASES]
 )

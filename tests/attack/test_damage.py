@@ -47,9 +47,7 @@ def test_the_cases_are_there_and_depend_on_their_seed_alone() -> None:
     assert {"qdata", "scale", "zero_point"} <= {case.tensor for case in moved_memory.CASES}
     assert [pickles.damaged(seed)[0] for seed in range(20)] == [pickles.damaged(seed)[0] for seed in range(20)]
     words = " ".join(pickles.damaged(seed)[0] for seed in range(400))
-    assert all(
-        word in words for word in ("scheme: shape", "state", "type name", "tensors: missing", "not_a_tensor", "deep")
-    )
+    assert all(w in words for w in ("scheme: shape", "state", "type name", "tensors: missing", "not_a_tensor", "deep"))
     assert len(set(pickles.DAMAGES)) == 10
 
 

@@ -116,9 +116,7 @@ def test_names_and_words_of_qtorch_exist() -> None:
     assert len(words) > 60
     assert rows == sorted(rows, key=lambda row: row.lower().strip("*"))
     replaced = r"\b(lengthened|(?:class|def) (?:Wanted|Missed|Kept|calibrate_cpu))\b"
-    assert [
-        word for text in (source, *(page.read_text() for page in PAGES)) for word in re.findall(replaced, text)
-    ] == []
+    assert [word for t in (source, *(page.read_text() for page in PAGES)) for word in re.findall(replaced, t)] == []
 
 
 @pytest.mark.parametrize("instruction_set", ["amx", "avx512_vnni"])

@@ -27,9 +27,7 @@ def blocks(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
 
 def by_blocks(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
     values, factors = codes.float().tolist(), scale.float().tolist()
-    rows = [
-        [value * factors[o // block[0]][i // block[1]] for i, value in enumerate(row)] for o, row in enumerate(values)
-    ]
+    rows = [[value * factors[o // block[0]][i // block[1]] for i, value in enumerate(r)] for o, r in enumerate(values)]
     return to_dtype(rows, dtype)
 
 

@@ -112,9 +112,7 @@ def test_any_rank_and_empty(spec: CodebookSpec, shape: tuple[int, ...]) -> None:
 def test_kmeans_beats_uniform(make: object, bits: int, granularity: object) -> None:
     x = make(64, 512)
     ours = compute_error(x, applied(CodebookSpec(f"uint{bits}", granularity), x))
-    uniform = max(
-        compute_error(x, QuantSpec(f"uint{bits}", granularity, mapping).fake_quantize(x)) for mapping in MappingType
-    )
+    uniform = max(compute_error(x, QuantSpec(f"uint{bits}", granularity, m).fake_quantize(x)) for m in MappingType)
     assert uniform + 1 < ours < 6.02 * bits + 3
 
 

@@ -154,9 +154,7 @@ def test_fused_experts(name: str) -> None:
 @pytest.mark.parametrize("same", [True, False], ids=["self-attention", "cross-attention"])
 def test_multi_head_attention(same: bool) -> None:
     model = nn.MultiheadAttention(64, 4, batch_first=True)
-    quantize_(
-        model, {name: qat(make("int8_dynamic_activation_int4_weight")) for name in ("in_proj_weight", "out_proj")}
-    )
+    quantize_(model, {n: qat(make("int8_dynamic_activation_int4_weight")) for n in ("in_proj_weight", "out_proj")})
     assert isinstance(model.in_proj_weight, qat_weight.FakeQuantizedWeight)
     x = torch.randn(2, 5, 64)
     other = x if same else torch.randn(2, 7, 64)

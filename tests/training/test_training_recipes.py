@@ -116,9 +116,7 @@ def test_weights_train_and_a_model_learns(recipe: Recipe) -> None:
 
 
 def test_the_report_names_the_kernel_that_will_serve() -> None:
-    kernels = {
-        recipe.name: quantize_(model(None), recipe).quantized[0].kernel for recipe in ALL if recipe.name in KNOWN
-    }
+    kernels = {r.name: quantize_(model(None), r).quantized[0].kernel for r in ALL if r.name in KNOWN}
     assert_expected_inline(
         "\n".join(f"{name}: {kernel}" for name, kernel in kernels.items()),
         """\

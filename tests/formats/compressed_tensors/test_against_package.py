@@ -27,9 +27,7 @@ every_case = pytest.mark.parametrize("case", of_today, ids=lambda case: case.id)
 
 
 def model_of(dtype: torch.dtype) -> nn.ModuleDict:
-    return nn.ModuleDict({name: nn.Linear(columns, rows, bias=False) for name, (rows, columns) in SHAPES.items()}).to(
-        dtype
-    )
+    return nn.ModuleDict({n: nn.Linear(columns, rows, bias=False) for n, (rows, columns) in SHAPES.items()}).to(dtype)
 
 
 def quantized(case: Case) -> nn.ModuleDict:

@@ -101,9 +101,7 @@ def test_several_schemes_name_every_module(tmp_path: Path) -> None:
     assert sorted(group["format"] for group in config["config_groups"].values()) == ["int-quantized", "pack-quantized"]
     targets = [target for names, _ in weights(config) for target in names]
     assert "Linear" not in targets
-    assert set(targets) == {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {
-        "lm_head"
-    }
+    assert set(targets) == {n for n, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
     check_loads(model, tmp_path / "model")
 
 

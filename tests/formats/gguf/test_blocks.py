@@ -46,9 +46,7 @@ def test_as_gguf_reads_it_and_contents_without_reading(tmp_path: Path) -> None:
     # Vocabularies are not kept.
     assert ours.metadata == {**METADATA, "general.architecture": "other", "a.list_of_strings": None}
     ours.close()
-    tensors = {
-        name: (random_bytes(kind, (4, 256)), GGMLQuantizationType(number)) for name, (number, kind) in QUANTIZED.items()
-    }
+    tensors = {name: (random_bytes(kind, (4, 256)), GGMLQuantizationType(i)) for name, (i, kind) in QUANTIZED.items()}
     path = write(tmp_path / "x.gguf", tensors, "other")
     with open_source(path) as source:
         for name, (data, _) in tensors.items():

@@ -68,6 +68,4 @@ def run(name: str, model: Any) -> torch.Tensor:
 
 
 def quantized_names(model: torch.nn.Module) -> set[str]:
-    return {
-        name for name, tensor in model.named_parameters(remove_duplicate=False) if isinstance(tensor, QuantizedTensor)
-    }
+    return {n for n, tensor in model.named_parameters(remove_duplicate=False) if isinstance(tensor, QuantizedTensor)}

@@ -61,9 +61,7 @@ def weights(name: str) -> list[torch.Tensor]:
     if name in BLOCKS:
         return [of_blocks(name, 40, 1024)]
     layouts = [PlainLayout(), PackedLayout()] if can_pack_bits(qdtype(name)) else [PlainLayout()]
-    specs = [
-        QuantSpec(name, granularity, zero_point_domain=ZeroPointDomain.NONE) for granularity in (PerRow(), PerGroup(32))
-    ]
+    specs = [QuantSpec(name, g, zero_point_domain=ZeroPointDomain.NONE) for g in (PerRow(), PerGroup(32))]
     return [
         AffineQuantizedTensor.from_float(torch.randn(n, k), LinearSpec(spec, layout=layout))
         for spec, layout, (n, k) in itertools.product(specs, layouts, SHAPES)
