@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, load_quantized, quantize_, save_quantized
 from qtorch import save_quantized as save
-from qtorch.dtypes import ConvWeight, QuantizedTensor
 from qtorch.training import lora_qat, qat
 from tests import fast_part, quantize_model
 from tests.checkpoint_model import INT8, Model, contents, edit_header, error, meta, quantized
@@ -29,7 +28,7 @@ def matrix(*shape: int) -> nn.Parameter:
 
 
 def conv_weight(*shape: int) -> nn.Parameter:
-    return frozen(ConvWeight.from_float(torch.randn(shape), INT8.linear_spec()))
+    return frozen(qtorch.dtypes.ConvWeight.from_float(torch.randn(shape), INT8.linear_spec()))
 
 
 def with_parameter(shape: tuple[int, ...]) -> nn.Module:
@@ -132,7 +131,7 @@ def test_requires_grad_and_attributes(mmap: bool, path: Path) -> None:
     for model in (Model(), meta(), quantized()):
         for name, tensor in contents(model):
             tensor.tag = name
-            if not isinstance(tensor, QuantizedTensor):
+            if not isinstance(tensor, qtorch.dtypes.QuantizedTensor):
                 tensor.qdata = tensor.fast_linear = "mine"
         model.fc.bias.requires_grad_(False)
         before = dict(contents(model))
@@ -141,7 +140,7 @@ def test_requires_grad_and_attributes(mmap: bool, path: Path) -> None:
             assert tensor is not before[name]
             assert tensor.tag in (name, "embed.weight", "head.weight")
             assert not tensor.requires_grad
-            if isinstance(tensor, QuantizedTensor):
+            if isinstance(tensor, qtorch.dtypes.QuantizedTensor):
                 assert isinstance(tensor.qdata, Tensor)
                 assert tensor.fast_linear is None
     float_model = Model()

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import compute_error, dequantize_, explain, int8_weight_only, load_quantized, quantize_, save_quantized
-from qtorch.dtypes import ConvWeight, QuantizedTensor
 from tests.every_recipe import NAMES, WEIGHT_ONLY, make
 
 CONVS = r"convs\.\d"
@@ -38,7 +37,7 @@ def test_every_recipe(name: str, tmp_path) -> None:
     wanted = model(X).detach()
     report = qtorch.quantize_(model, {CONVS: make(name, 32)})
     assert [layer.name for layer in report.quantized] == ["convs.0.weight", "convs.1.weight"]
-    assert all(type(conv.weight) is ConvWeight for conv in model.convs)
+    assert all(type(conv.weight) is qtorch.dtypes.ConvWeight for conv in model.convs)
     with torch.no_grad(), warnings.catch_warnings(), qtorch.kernels.record_kernels() as ran:
         warnings.simplefilter("ignore")  # of emulations
         y = model(X)
@@ -96,7 +95,7 @@ def test_training_recipes(name: str) -> None:
     assert not torch.equal(before, model.convs[0].weight.dequantize())
     trained = model(X).detach()
     qtorch.quantize_(model, qtorch.recipes.base.RECIPES["convert"]())
-    assert type(model.convs[0].weight) is ConvWeight
+    assert type(model.convs[0].weight) is qtorch.dtypes.ConvWeight
     y = model(X).detach()
     assert torch.equal(y, trained) if model.convs[0].weight.scheme.activation else qtorch.compute_error(trained, y) > 70
 
@@ -162,7 +161,7 @@ def test_a_tied_head_keeps_one_copy(name: str, kind: type[nn.Module], asked: str
     report = quantize_(model, {asked: make(name, 32)})
     assert len(report.quantized) == 1
     assert model.head.weight is model.embed.weight
-    assert isinstance(model.head.weight, QuantizedTensor)
+    assert isinstance(model.head.weight, qtorch.dtypes.QuantizedTensor)
     y, ran = ran_by(model)
     assert [kernel.partition(":")[0] for kernel in ran] == ["embedding", "linear"]
     assert not any(kernel.endswith(":reference") for kernel in ran)

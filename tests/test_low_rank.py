@@ -22,7 +22,6 @@ from qtorch.checkpoint.save_folder import SAVE_FORMATS
 from qtorch.dtypes import LowRankWeight
 from qtorch.primitives import from_json, qdtype, to_json
 from qtorch.primitives.low_rank_factors import low_rank_factors
-from qtorch.recipes.base import WeightRecipe, register_recipe
 from qtorch.training import qat
 from tests import every_recipe, quantize_model, rounding
 from tests.refusals import refuses
@@ -30,9 +29,9 @@ from tests.refusals import refuses
 N, K, RANK = 192, 256, 8
 
 
-@register_recipe("test_int4_int4")
+@qtorch.recipes.base.register_recipe("test_int4_int4")
 @dataclass(frozen=True)
-class Int4Int4(WeightRecipe):
+class Int4Int4(qtorch.recipes.base.WeightRecipe):
     """Integer W4A4, of a user."""
 
     def linear_spec(self) -> LinearSpec:
@@ -86,7 +85,7 @@ def check_product(recipe: Any, dtype: torch.dtype) -> None:
 
 
 @four_bits
-def test_the_error_is_that_of_the_rest_alone(recipe: WeightRecipe) -> None:
+def test_the_error_is_that_of_the_rest_alone(recipe: qtorch.recipes.base.WeightRecipe) -> None:
     """Far below that without the branch, and what rounding the exact remainder of rank R costs, up to 16 bits."""
     x, floats = torch.randn(64, K), layer()
     u, s, v = torch.linalg.svd(floats.weight.double(), full_matrices=False)
@@ -145,7 +144,7 @@ def data(seed: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("method", [gptq, auto], ids=lambda method: method.__name__)
 @pytest.mark.parametrize("recipe", [*FOUR_BITS, qtorch.mxfp4_weight_only()], ids=lambda recipe: recipe.name)
-def test_data_says_which_directions_count(recipe: WeightRecipe, method: Any) -> None:
+def test_data_says_which_directions_count(recipe: qtorch.recipes.base.WeightRecipe, method: Any) -> None:
     x, wanted = torch.cat(data(1)), Net().eval()(torch.cat(data(1)))
     rotated = recipe.name == "mxfp4_weight_only"
     recipe = qtorch.mxfp4_dynamic_activation_mxfp4_weight(rotated=True) if rotated else recipe

@@ -12,7 +12,6 @@ from expecttest import assert_expected_inline
 
 import qtorch
 from qtorch.primitives import HQQRule, MSERule, to_json
-from qtorch.recipes.base import Recipe, WeightRecipe, register_recipe
 from tests.refusals import refuses
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
@@ -57,7 +56,7 @@ int8_static_activation_int8_weight(scale=0.25)""",
     )
 
 
-def static_float8(**options: Any) -> Recipe:
+def static_float8(**options: Any) -> qtorch.recipes.base.Recipe:
     return qtorch.float8_static_activation_float8_weight(1.0, **options)
 
 
@@ -93,12 +92,12 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: qtorch.quantize_(torch.nn.Linear(48, 8), qtorch.int4_weight_only(-1, FLOAT, layout=TILED)),
         r"takes groups of 32, 64, 128 or 256 along a row, the weight has blocks of \(1, 48\)",
     ),
-    (lambda: register_recipe("int8_weight_only")(_Mine), "'int8_weight_only' is taken"),
+    (lambda: qtorch.recipes.base.register_recipe("int8_weight_only")(_Mine), "'int8_weight_only' is taken"),
 ]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mine(WeightRecipe):
+class _Mine(qtorch.recipes.base.WeightRecipe):
     pass
 
 
@@ -117,7 +116,7 @@ def test_a_wrong_argument_fails_in_the_call(call: Callable[[], object], message:
     (qtorch.int8_dynamic_activation_int4_weight(256, ASYMMETRIC), (64, 1)),
     (qtorch.uintx_weight_only("uint3"), (64, 4)),
 ], ids=str)  # fmt: skip
-def test_scales_and_codes(recipe: WeightRecipe, shape: tuple[int, int]) -> None:
+def test_scales_and_codes(recipe: qtorch.recipes.base.WeightRecipe, shape: tuple[int, int]) -> None:
     weight = recipe.linear_spec().weight
     codes, scale, zero_point = recipe.apply(torch.randn(64, 256)).plain()
     assert scale.shape == shape

@@ -17,7 +17,6 @@ from qtorch.calibration import gptq
 from qtorch.dtypes import PaddedWeight, QuantizedTensor, TransposedWeight
 from qtorch.model.misfit import Padded
 from qtorch.model.targets import Refused, find_targets
-from qtorch.recipes.base import WeightRecipe
 from tests.refusals import refuses
 
 INT8, INT4 = int8_weight_only(), int4_weight_only(group_size=8)
@@ -198,7 +197,7 @@ def test_names_of_weights(model: nn.Module, recipe: object, found: list[str]) ->
     assert "'.*' matches weight by a wildcard alone" in error({".*": INT8}, nn.Embedding(8, 8))
 
 
-GROUPED: list[WeightRecipe] = [
+GROUPED: list[qtorch.recipes.base.WeightRecipe] = [
     qtorch.int4_weight_only(group_size=32),
     qtorch.int8_dynamic_activation_int4_weight(),
     qtorch.nf4_weight_only(group_size=32),
@@ -221,7 +220,7 @@ def error_of(model: nn.Module, x: Tensor, wanted: Tensor) -> float:
 
 
 @EACH
-def test_padded_groups_have_the_numbers_of_a_weight_with_zeros(recipe: WeightRecipe) -> None:
+def test_padded_groups_have_the_numbers_of_a_weight_with_zeros(recipe: qtorch.recipes.base.WeightRecipe) -> None:
     """Of the product with a weight that has zeros at the end of its rows, and an input that has."""
     model, x = net(72, 48), torch.randn(5, 72)
     longer = nn.Linear(96, 48)
@@ -246,7 +245,7 @@ def test_padded_groups_have_the_numbers_of_a_weight_with_zeros(recipe: WeightRec
 @pytest.mark.parametrize(
     ("recipe", "kernel"), [(GROUPED[0], "cpu_weight_only_mm"), (GROUPED[1], "cpu_int8_mm")], ids=str
 )
-def test_kernels_of_padded_weights(recipe: WeightRecipe, kernel: str) -> None:
+def test_kernels_of_padded_weights(recipe: qtorch.recipes.base.WeightRecipe, kernel: str) -> None:
     model, x = net(72, 48), torch.randn(5, 72)
     (row,) = quantize_(model, recipe, on_misfit="pad").quantized
     assert row.kernel == kernel

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import qtorch
 from qtorch.calibration import Nearest, calibrated
@@ -76,19 +75,19 @@ def ours(format: str, path: Path) -> Path:
     return path
 
 
-def bitsandbytes() -> dict[str, Tensor]:
+def bitsandbytes() -> dict[str, torch.Tensor]:
     from tests.formats import test_bitsandbytes
 
     return test_bitsandbytes.layer("nf4", True)[0]
 
 
-def deepseek() -> dict[str, Tensor]:
+def deepseek() -> dict[str, torch.Tensor]:
     stored = {"layer.weight": test_float8.e4m3(32, 64), "layer.weight_scale_inv": torch.rand(2, 2)}
     return {**stored, **plain_tensors(64, torch.bfloat16)}
 
 
 GPTQ, BF16 = {"bits": 4, "group_size": 32}, "bfloat16"
-WRITTEN: dict[str, tuple[Callable[[], Mapping[str, Tensor]], dict[str, Any]]] = {
+WRITTEN: dict[str, tuple[Callable[[], Mapping[str, torch.Tensor]], dict[str, Any]]] = {
     "auto_round": (
         lambda: test_gptq_awq.layer(4, 3),
         quantized_config("auto-round", packing_format="auto_round:gptqmodel", **GPTQ),
@@ -284,7 +283,7 @@ def finish(format: str, path: Path, whole: bool) -> str | None:
     return None
 
 
-def calibrate(path: Path, dies_at: int = -1) -> Mapping[str, Tensor]:
+def calibrate(path: Path, dies_at: int = -1) -> Mapping[str, torch.Tensor]:
     calls = 0
 
     def counted(model: Any, batch: Any) -> Any:
@@ -307,7 +306,7 @@ def calibration(path: Path) -> None:
 
 
 @functools.cache
-def calibrated_bits() -> Mapping[str, Tensor]:
+def calibrated_bits() -> Mapping[str, torch.Tensor]:
     return calibrate(_folder() / "calibrated")
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerGroup, PerTensor, PerToken, QuantSpec, quantize_
-from qtorch.kernels.cpu import compiled_library, variants
 from qtorch.kernels.registry import Kernel, Problem, kernels
 from qtorch.primitives import FixedRangeRule, PercentileRule, prune_2_4
 from qtorch.recipes.base import RECIPES
@@ -161,7 +160,7 @@ def test_every_way(build: str, name: str, activation: str) -> None:
     for way in ("dot", "tile", "torch", *(("channels",) if ACTIVATIONS[activation] else ("amx", "fixed", "float"))):
         for rows, dtype in ((2, torch.float32), (19, torch.bfloat16)):
             x = (torch.randn(rows, 1024) + 0.3).to(dtype)
-            with compiled_library.use(build), variants.force(way):
+            with qtorch.kernels.cpu.compiled_library.use(build), qtorch.kernels.cpu.variants.force(way):
                 check_rows(functools.partial(nn.functional.linear, weight=weight.to(dtype)), x, (way, rows, dtype))
 
 
@@ -174,7 +173,7 @@ def test_a_static_scale(build: str | None, zero_point: int | None) -> None:
     weight = AffineQuantizedTensor.from_float(
         torch.randn(37, 192), LinearSpec(WEIGHTS["int8 row"], activation, static=True), *given
     )
-    with compiled_library.use(build):
+    with qtorch.kernels.cpu.compiled_library.use(build):
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (21, torch.float16)):
             x, typed = (3 * torch.randn(rows, 192)).to(dtype), weight.to(dtype)
             assert torch.equal(nn.functional.linear(x, typed), qtorch.kernels.linear.reference.linear(x, typed, None))

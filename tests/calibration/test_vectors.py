@@ -10,11 +10,10 @@ from qtorch.calibration import auto, calibrated, gptq
 from qtorch.calibration.rounding import Descent, Gptq, Grid, Nearest, ScaleRefit
 from qtorch.calibration.rounding.gptq import order_of_vectors
 from qtorch.calibration.rounding.grid import damped, factor, loss
-from qtorch.primitives import PerGroup, PerRow
 from qtorch.primitives.vector_spec import ENTRIES, VectorSpec, codebook_arguments, pack_vectors
 
 
-def spec(granularity=PerRow()):
+def spec(granularity=qtorch.primitives.PerRow()):
     return VectorSpec(granularity=granularity, scale_dtype=torch.bfloat16, **codebook_arguments())
 
 
@@ -24,7 +23,7 @@ def inputs(columns, rows=512):
     return torch.randn(rows, columns) @ mix.t() + 0.1 * torch.randn(rows, columns)
 
 
-def problem(rows=24, columns=64, granularity=PerRow()):
+def problem(rows=24, columns=64, granularity=qtorch.primitives.PerRow()):
     weight, x = torch.randn(rows, columns), inputs(columns)
     moment = x.t() @ x / len(x)
     return weight, moment, Grid.of(weight, spec(granularity), torch.float32)
@@ -34,7 +33,7 @@ def total(weight, moment, grid, damping=0.01):
     return float(loss(weight - grid.values(), damped(moment, damping)).sum())
 
 
-@pytest.mark.parametrize("granularity", [PerRow(), PerGroup(16)], ids=str)
+@pytest.mark.parametrize("granularity", [qtorch.primitives.PerRow(), qtorch.primitives.PerGroup(16)], ids=str)
 @pytest.mark.parametrize("act_order", [True, False])
 def test_each_step_is_no_worse(act_order, granularity):
     weight, moment, grid = problem(granularity=granularity)

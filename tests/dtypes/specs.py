@@ -7,7 +7,6 @@ import torch
 
 import qtorch
 from qtorch import CodebookSpec, LinearSpec, PackedLayout, PerBlock, PerGroup, PerTensor, QuantSpec, ZeroPointDomain
-from qtorch.dtypes import QuantizedTensor, codebook_tensor
 
 ASYMMETRIC = qtorch.MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", quant_min=-127)
@@ -69,8 +68,8 @@ def in_other_layouts() -> dict[str, LinearSpec]:
 OTHER_LAYOUTS = in_other_layouts()
 SPECS |= OTHER_LAYOUTS
 LUTS = {
-    "nf4": codebook_tensor.nf4_spec(),
-    "nf4 single": codebook_tensor.nf4_spec(16, None),
+    "nf4": qtorch.dtypes.codebook_tensor.nf4_spec(),
+    "nf4 single": qtorch.dtypes.codebook_tensor.nf4_spec(16, None),
     "3 bits group": CodebookSpec("uint3", PerGroup(32)),
     "2 bits row": CodebookSpec("uint2", qtorch.PerRow()),
     "4 bits block": CodebookSpec("uint4", PerBlock((8, 64))),
@@ -89,7 +88,7 @@ def values(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return qtorch.primitives.prune_2_4(normal) if name in SPARSE else normal
 
 
-def quantized(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> QuantizedTensor:
+def quantized(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> qtorch.dtypes.QuantizedTensor:
     """`values` in the scheme `SPECS[name]` or `LUTS[name]`; activations of a static one lie within about 4."""
     if name in LUTS:
         return qtorch.LUTQuantizedTensor.from_float(values(name, *shape, dtype=dtype), LUTS[name])

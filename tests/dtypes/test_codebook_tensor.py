@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from qtorch import LinearSpec, LUTQuantizedTensor, PackedLayout, PlainLayout, QuantSpec, compute_error, config, explain
 from qtorch.dtypes import NF4Tensor, codebook_tensor, linear_nf4, serialize, to_nf4
@@ -76,7 +75,7 @@ def test_kernels_agree_with_the_reference_and_cut_slices(name: str, monkeypatch:
     monkeypatch.setitem(SLICE_BYTES, "cpu", 4 * 128 * 11)
     w = quantized(name, 40, 128)
     x, z = torch.randn(3, 128), torch.randn(3, 40)
-    torch.testing.assert_close(nn.functional.linear(x, w), x @ w.dequantize().t())
+    torch.testing.assert_close(torch.nn.functional.linear(x, w), x @ w.dequantize().t())
     torch.testing.assert_close(z @ w, z @ w.dequantize())
 
 
@@ -105,7 +104,7 @@ def test_parts_and_errors() -> None:
         (lambda: torch.cat([quantized("nf4"), quantized("nf4 single")]), "cat joins tensors quantized alike"),
     ):
         refuses(words, call, (TypeError, ValueError))
-    assert not nn.functional.linear(torch.ones(1, 128), nn.Parameter(w)).requires_grad
+    assert not torch.nn.functional.linear(torch.ones(1, 128), torch.nn.Parameter(w)).requires_grad
     assert replace(w.scheme) == w.scheme
 
 
@@ -116,8 +115,8 @@ def test_names_text_and_importance() -> None:
     assert stored["fc.weight_packed"].dtype == torch.int32
     del entry["tensors"]["table"]
     refuses(r"table is missing: .* NF4", lambda: serialize.from_canonical(entry, stored.__getitem__))
-    module = nn.Linear(128, 32)
-    module.weight = nn.Parameter(quantized("nf4"), requires_grad=False)
+    module = torch.nn.Linear(128, 32)
+    module.weight = torch.nn.Parameter(quantized("nf4"), requires_grad=False)
     explanation = str(explain(module))
     assert "runs lut_weight_mm" in explanation
     assert "not weight_only_mm: " in explanation
@@ -134,7 +133,7 @@ def test_names_text_and_importance() -> None:
     assert isinstance(w, NF4Tensor)
     assert w.codebook == codebook_tensor.nf4_spec(64, 256)
     assert torch.equal(w, to_nf4(weight))
-    assert torch.equal(linear_nf4(x, w), nn.functional.linear(x, w))
+    assert torch.equal(linear_nf4(x, w), torch.nn.functional.linear(x, w))
     x, importance = torch.randn(4, 128), torch.rand(4, 128).pow(8)
     plain = LUTQuantizedTensor.from_float(x, SPECS["2 bits row"])
     weighted = LUTQuantizedTensor.from_float(x, SPECS["2 bits row"], importance)

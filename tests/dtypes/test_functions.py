@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LUTQuantizedTensor, compute_error, config
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("torch_kernels")
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 
 
-def expected(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) -> Tensor:
+def expected(x: torch.Tensor, w: AffineQuantizedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear in fp32 of what the input and the weight become."""
     activation, rows = w.scheme.activation, x.reshape(-1, x.shape[-1])
     x32 = x.float()
@@ -168,7 +167,7 @@ def test_a_registered_dispatch_runs_first_until_deregistered() -> None:
     w, x = quantized("int8 row"), torch.randn(3, 64)
     seen = []
 
-    def condition(input: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None) -> bool:
+    def condition(input: torch.Tensor, weight: AffineQuantizedTensor, bias: torch.Tensor | None) -> bool:
         seen.append((tuple(input.shape), weight is w, bias))
         return weight.scheme.weight == INT8
 
@@ -186,7 +185,7 @@ def test_a_registered_dispatch_runs_first_until_deregistered() -> None:
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 
 
-def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+def gradients(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of a fixed linear combination of the outputs, so that they do not depend on how an input was rounded."""
     inputs = tuple(x.clone().requires_grad_() for x in inputs)
     y = function(*inputs)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, lut_weight_only, quantize_
@@ -109,7 +108,7 @@ def test_sizes_and_classes() -> None:
     mm = torch.ops.qtorch.cpu_weight_only_mm
     about = (False, "int8", -127.0, 127.0, "NONE")
     mm(x, codes, 256, scale, None, *about, None)
-    wrong: list[tuple[Tensor, int, Tensor, Tensor | None]] = [
+    wrong: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]] = [
         (codes, 512, scale, None), (codes[:8], 256, scale, None), (codes, 256, scale[:8], None),
         (codes, 256, scale, torch.zeros(8)),
     ]  # fmt: skip
@@ -155,7 +154,7 @@ def set_by_a_file(weight: QuantizedTensor, name: str, value: Any) -> QuantizedTe
     return holding.through_file([pickles.Reduced(with_state, arguments)])[0]  # type: ignore[no-any-return]
 
 
-def wrong_values(inner: Tensor) -> list[Any]:
+def wrong_values(inner: torch.Tensor) -> list[Any]:
     other = torch.float64 if inner.dtype != torch.float64 else torch.float32
     tensors = [inner.to(torch.complex64 if inner.is_floating_point() else other), inner[None], inner.to("meta")]
     return [None, "text", 0, {}, torch.zeros(0), *tensors, inner.float().to_sparse()]
@@ -186,7 +185,7 @@ def test_what_fits_and_what_cannot_be_hidden(name: str) -> None:
     assert holding.through_file([weight])[0].of_the_user == "text"
     # Attributes of torch can be set to what torch takes, and what kernels keep can be dropped.
     for attribute in dir(weight := OF_CLASSES[name]):
-        by_torch = (AttributeError, RuntimeError) if hasattr(Tensor, attribute) else ()
+        by_torch = (AttributeError, RuntimeError) if hasattr(torch.Tensor, attribute) else ()
         for value in ("text", None, {}, dict):
             try:
                 got = set_by_a_caller(weight.clone(), attribute, value)
@@ -204,8 +203,8 @@ PARAMETER_RECIPES: list[Recipe] = [
 every_recipe = pytest.mark.parametrize("recipe", PARAMETER_RECIPES, ids=str)
 
 
-def layer(recipe: Recipe) -> nn.Linear:
-    linear = nn.Linear(64, 32)
+def layer(recipe: Recipe) -> torch.nn.Linear:
+    linear = torch.nn.Linear(64, 32)
     quantize_(linear, recipe)
     return linear
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qtorch
-from qtorch import AffineQuantizedTensor, explain, int4_weight_only, int8_weight_only, nf4_weight_only, quantize_
 from qtorch.dtypes import QuantizedTensor, TransposedWeight
 from qtorch.recipes.base import WeightRecipe
 from qtorch.training import qat
@@ -98,7 +97,7 @@ def test_parts() -> None:
 def test_the_compiled_kernels_run_and_their_fast_path(recipe: WeightRecipe, kernel: str) -> None:
     weight, _ = pair(recipe, 64, 96)
     layer, x = InOut(weight), torch.randn(5, 64)
-    assert [each.kernel for each in explain(layer)] == [kernel]
+    assert [each.kernel for each in qtorch.explain(layer)] == [kernel]
     with qtorch.kernels.custom_ops.record_kernels() as ran:
         wanted = layer(x)
     assert ran[:2] == [f"linear:{kernel}", kernel]
@@ -127,9 +126,9 @@ def test_gradients_and_square_weights() -> None:
     layer = transformers.Conv1D(96, 64)
     for recipe in (qtorch.training.int8_weight_only_quantized_training(), qtorch.training.lsq()):
         with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exchanges the class of layers"):
-            quantize_(layer, recipe)
+            qtorch.quantize_(layer, recipe)
         with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exactly these; this is one of"):
-            quantize_(layer, {"weight": recipe})
+            qtorch.quantize_(layer, {"weight": recipe})
     assert type(layer.weight) is nn.Parameter
 
 
@@ -145,14 +144,14 @@ def test_training_along_the_contracted_axis(wrap: type) -> None:
     x = torch.randn(16, 64)
     outputs = []
     for module in (layer, linear):
-        quantize_(module, recipe)
+        qtorch.quantize_(module, recipe)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             module(x).square().mean().backward()
             optimizer.step()
         trained = module(x)
-        quantize_(module, qtorch.training.convert())
+        qtorch.quantize_(module, qtorch.training.convert())
         assert torch.equal(module(x), trained)
         outputs.append(trained)
     assert isinstance(layer.weight, TransposedWeight)
@@ -169,7 +168,7 @@ def test_exported_in_operators_of_torch(recipe: WeightRecipe) -> None:
     assert not any("qtorch" in str(node.target) for node in program.graph.nodes)
 
 
-EXPERT_RECIPES = [int8_weight_only(), int4_weight_only(group_size=16)]
+EXPERT_RECIPES = [qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=16)]
 
 
 def experts(recipe: object = EXPERT_RECIPES[0]) -> QuantizedTensor:
@@ -200,12 +199,12 @@ def test_what_is_picked_anew_and_other_indices() -> None:
     assert torch.equal(weight.dequantize()[1], weight.scale[1].expand(8, 32))
     assert torch.equal(weight[1].dequantize(), weight.dequantize()[1])
     # Scales that are quantized themselves become numbers of their own in a view.
-    weight = nf4_weight_only(group_size=32).apply(torch.randn(3, 64, 64))
+    weight = qtorch.nf4_weight_only(group_size=32).apply(torch.randn(3, 64, 64))
     assert weight[1] is not weight[1]
     assert torch.equal(weight[1].dequantize(), weight.dequantize()[1])
     module = nn.Module()
     module.experts = nn.Parameter(torch.randn(3, 8, 32))
-    quantize_(module, {"experts": qat(int8_weight_only())})
+    qtorch.quantize_(module, {"experts": qat(qtorch.int8_weight_only())})
     assert module.experts[1] is not module.experts[1]
     functional.linear(torch.randn(2, 32), module.experts[1]).sum().backward()
     assert module.experts.grad[1].any()  # type: ignore[index]
@@ -247,7 +246,7 @@ def test_inference_mode_gradients_and_torch_func() -> None:
     functional.linear(x, weight[1]).sum().backward()
     assert weight[1] is not kept
     torch.testing.assert_close(x.grad, weight.dequantize()[1].sum(0).expand(2, 32))
-    weight: AffineQuantizedTensor = experts()  # type: ignore[assignment]
+    weight: qtorch.AffineQuantizedTensor = experts()  # type: ignore[assignment]
     x = torch.randn(4, 32)
     kept = weight[1]
     grad = torch.func.grad(lambda row: functional.linear(row, weight[1]).sum())

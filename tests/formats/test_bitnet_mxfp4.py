@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch.checkpoint.streaming.quantize_checkpoint import convert_checkpoint
-from qtorch.dtypes import QuantizedTensor, TransposedWeight
 from qtorch.training import bitnet_training, convert
 from tests.formats import folders, test_float8
 from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
@@ -139,7 +138,7 @@ def test_a_model_computes_as_in_transformers(linear_class: str, eager: None, tmp
     for dtype, least in ((torch.float32, 110), (torch.bfloat16, 28)):
         theirs = by_transformers(linear_class, dtype, tmp_path / f"{dtype}")
         ours = loaded(theirs, tmp_path / f"{dtype}")
-        assert sum(isinstance(weight, QuantizedTensor) for weight in ours.parameters()) == 14
+        assert sum(isinstance(weight, qtorch.dtypes.QuantizedTensor) for weight in ours.parameters()) == 14
         one, other = theirs.model.layers[0].mlp.up_proj, ours.model.layers[0].mlp.up_proj
         x = torch.randn(9, 64, dtype=dtype)
         x[3], x[4] = 0, x[4] * 1e-7
@@ -202,7 +201,7 @@ def test_experts(with_method: bool, tmp_path: Path) -> None:
     """Also recognized by the names that gpt-oss gives its tensors."""
     tensors = layer_of_mxfp4()
     folder = write(tmp_path / "model", tensors, 2, quantized_config("mxfp4", "bfloat16"))
-    assert isinstance(check(folder, decoded_of_mxfp4(tensors), "", 4.3), TransposedWeight)
+    assert isinstance(check(folder, decoded_of_mxfp4(tensors), "", 4.3), qtorch.dtypes.TransposedWeight)
     if not with_method:
         names = {f"mlp.experts.down_proj_{part}": tensors[f"layer.weight_{part}"] for part in ("blocks", "scales")}
         with qtorch.checkpoint.sources.open_source(write(tmp_path / "other", names)) as source:
@@ -282,7 +281,7 @@ def test_gpt_oss_computes_as_dequantized_by_transformers(tmp_path: Path) -> None
     options = {"quantization_config": transformers.Mxfp4Config(dequantize=True), "dtype": torch.bfloat16}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
     ours = loaded_of_mxfp4(config, tmp_path)
-    packed = [name for name, weight in ours.named_parameters() if isinstance(weight, TransposedWeight)]
+    packed = [name for name, weight in ours.named_parameters() if isinstance(weight, qtorch.dtypes.TransposedWeight)]
     assert len(packed) == 4
     for name, weight in ours.named_parameters():
         value = weight.dequantize() if name in packed else weight

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from qtorch import explain, load_quantized, save_quantized
 from qtorch.dtypes import QuantizedTensor
@@ -20,7 +19,7 @@ STATE = "layer.weight.quant_state.bitsandbytes__"
 
 def layer(
     kind: str, nested: bool, blocksize: int = 64, dtype: torch.dtype = torch.bfloat16, shape: Any = SHAPE
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The tensors that bitsandbytes stores, and the weight that they stand for."""
     weight = torch.randn(shape).to(dtype)
     packed, state = functional.quantize_4bit(
@@ -31,7 +30,7 @@ def layer(
     return tensors, functional.dequantize_4bit(packed, state).reshape(shape)
 
 
-def folder(tmp_path: Path, tensors: dict[str, Tensor], dtype: str = "float16", **settings: object) -> Path:
+def folder(tmp_path: Path, tensors: dict[str, torch.Tensor], dtype: str = "float16", **settings: object) -> Path:
     return write(tmp_path / "model", tensors, 2, quantized_config("bitsandbytes", dtype, **settings))
 
 
@@ -109,7 +108,7 @@ def test_codes_stored_in_another_dtype(storage: torch.dtype, tmp_path: Path) -> 
     assert torch.equal(load(folder(tmp_path, tensors), SHAPE).dequantize(), wanted)
 
 
-def state(tensors: dict[str, Tensor], **change: object) -> dict[str, Tensor]:
+def state(tensors: dict[str, torch.Tensor], **change: object) -> dict[str, torch.Tensor]:
     data = json.loads(bytes(tensors[f"{STATE}nf4"].tolist()))
     text = json.dumps({**data, **change}).encode()
     return {**tensors, f"{STATE}nf4": torch.tensor(list(text), dtype=torch.uint8)}

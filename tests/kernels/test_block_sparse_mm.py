@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, BlockSparseLayout, LinearSpec, PerGroup, PlainLayout, explain
 from qtorch.kernels import record_kernels
@@ -49,13 +48,13 @@ def test_the_numbers_of_the_dense_weight(build: str | None, name: str, activatio
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (8, torch.float16), (37, torch.float32)):
             x, b = (torch.randn(rows, 320) + 0.3).to(dtype), bias.to(dtype)
             with compiled_library.use(build), record_kernels() as ran:
-                y = functional.linear(x, sparse.to(dtype), b)
+                y = torch.nn.functional.linear(x, sparse.to(dtype), b)
             if build is None:
                 assert ran[0].startswith("linear:block_sparse")
             else:
                 assert ran[-1] == f"cpu_block_sparse_mm.{build}"
             with compiled_library.use(None):
-                expected = functional.linear(x, dense.to(dtype), b)
+                expected = torch.nn.functional.linear(x, dense.to(dtype), b)
             if ACTIVATIONS[activation] is not None:
                 assert torch.equal(y, expected)
             else:
@@ -67,12 +66,12 @@ def test_rows_of_an_input_with_nan_are_nan_as_in_the_dense_product(build: str | 
     for activation in (None, TOKEN):
         sparse, _ = pair(WEIGHTS["int8 row"], activation, 32)
         x = torch.randn(5, 320)
-        good = functional.linear(x, sparse)
+        good = torch.nn.functional.linear(x, sparse)
         for column in range(0, 320, 32):  # also where no block reads it
             bad = x.clone()
             bad[2, column] = torch.nan if column % 64 else torch.inf
             with compiled_library.use(build):
-                y = functional.linear(bad, sparse)
+                y = torch.nn.functional.linear(bad, sparse)
             assert not y[2].isfinite().any()
             others = [0, 1, 3, 4]
             assert compute_error(good[others], y[others]) > 100
@@ -82,7 +81,7 @@ def test_rows_of_an_input_with_nan_are_nan_as_in_the_dense_product(build: str | 
 def test_strides_and_columns_outside() -> None:
     sparse, dense = pair(WEIGHTS["int8 row"], TOKEN, 32)
     for x in (torch.randn(320, 6).t(), torch.randn(4, 3, 640)[..., ::2], torch.randn(0, 320)):
-        assert torch.equal(functional.linear(x, sparse), functional.linear(x, dense))
+        assert torch.equal(torch.nn.functional.linear(x, sparse), torch.nn.functional.linear(x, dense))
     sparse, _ = pair(WEIGHTS["int8 row"], TOKEN, 32)
     assert "runs cpu_block_sparse_int8_mm" in str(explain(sparse, torch.randn(1, 320)))
     odd, _ = pair(WEIGHTS["int8 row"], None, 8)
@@ -92,4 +91,4 @@ def test_strides_and_columns_outside() -> None:
         sparse, _ = pair(WEIGHTS["int8 row"], TOKEN, 32)
         sparse = pickle.loads(pickle.dumps(sparse))
         sparse.columns[1, 1] = wrong
-        refuses("10 columns of blocks", lambda sparse=sparse: functional.linear(torch.randn(2, 320), sparse))
+        refuses("10 columns of blocks", lambda sparse=sparse: torch.nn.functional.linear(torch.randn(2, 320), sparse))

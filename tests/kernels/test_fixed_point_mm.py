@@ -5,7 +5,6 @@ import torch
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, QuantSpec
-from qtorch.kernels import features, record_kernels
 from qtorch.kernels.ops import weight_only_mm
 from tests.rounding import EXTRA, assert_same_product, gamma, magnitude
 
@@ -15,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("torch_kernels")
 @pytest.fixture(autouse=True)
 def products_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of doubles, which are as exact, where the CPU does not multiply bytes."""
-    if not features.cpu_has("vnni"):
-        monkeypatch.setattr(features, "cpu_has", lambda feature: True)
+    if not qtorch.kernels.features.cpu_has("vnni"):
+        monkeypatch.setattr(qtorch.kernels.features, "cpu_has", lambda feature: True)
         exact = lambda a, b: (a.double() @ b.double()).to(torch.int32)  # noqa: E731
         monkeypatch.setattr(weight_only_mm, "int_matmul", exact)
 
@@ -28,7 +27,7 @@ def weight() -> AffineQuantizedTensor:
 
 def run(x: torch.Tensor, weight: AffineQuantizedTensor) -> tuple[torch.Tensor, bool]:
     """The result, and whether integers were multiplied."""
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = torch.nn.functional.linear(x, weight)
     assert ran[:2] == ["linear:weight_only_mm", "weight_only_mm"]
     return y, "fixed_point_mm" in ran

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow, compute_error
@@ -37,14 +36,14 @@ def test_compiled(dtype, variant):
             for rows in (1, 2, 3, 4, 5, 20):
                 x = torch.randn(rows, k).to(dtype)
                 with variants.force(variant), qtorch.kernels.record_kernels() as ran:
-                    y = functional.linear(x, weight, bias)
+                    y = nn.functional.linear(x, weight, bias)
                 name = f"cpu_vector_codebook_mm.{compiled_library.library().instruction_set}.{variant}"
                 assert ran == ["linear:cpu_vector_codebook_mm", "cpu_vector_codebook_mm", name]
                 wanted = reference.linear(x, weight, bias)
                 assert y.dtype == dtype
                 assert compute_error(wanted, y) > LEAST[dtype], (n, k, group, kind, rows)
                 with variants.force(variant):  # the call that checks little
-                    assert torch.equal(functional.linear(x, weight, bias), y)
+                    assert torch.equal(nn.functional.linear(x, weight, bias), y)
 
 
 @needs_library
@@ -55,11 +54,11 @@ def test_rows_that_fixed_point_does_not_hold():
     x[0, 3], x[1], x[2] = 1e7, 0, x[2] * 1e30
     with variants.force("fixed"):
         for rows in (x, x[:1], x[1:2], x[2:3]):
-            y, wanted = functional.linear(rows, weight), reference.linear(rows, weight, None)
+            y, wanted = nn.functional.linear(rows, weight), reference.linear(rows, weight, None)
             torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
         x[0, 5], x[2, 7] = float("nan"), float("inf")
         for rows in (x[:1], x[2:3], x):
-            y = functional.linear(rows, weight)
+            y = nn.functional.linear(rows, weight)
             finite = rows.isfinite().all(1)
             assert torch.equal(y.isfinite().all(1), finite)
             assert not y[~finite].isfinite().any()
@@ -74,7 +73,7 @@ def test_in_torch(dtype):
         for kind in (RotatedVectorSpec, VectorSpec):
             weight, x = weight_of(n, k, group, dtype, kind), torch.randn(5, k).to(dtype).requires_grad_()
             with qtorch.kernels.record_kernels() as ran:
-                y = functional.linear(x, weight)
+                y = nn.functional.linear(x, weight)
                 y.sum().backward()
             kernel = "linear:vector_codebook_mm"
             assert [name for name in ran if "linear" in name] == [kernel, kernel]
@@ -132,6 +131,6 @@ def test_what_does_not_fit():
     padded = nn.Linear(70, 8)
     qtorch.quantize_(padded, qtorch.vector_codebook_weight_only(32), on_misfit="pad")
     x = torch.randn(2, 70)
-    assert compute_error(functional.linear(x, padded.weight.dequantize(), padded.bias), padded(x)) > 100
+    assert compute_error(nn.functional.linear(x, padded.weight.dequantize(), padded.bias), padded(x)) > 100
     with pytest.raises(ValueError, match="rotates blocks, which is not trained"):
         qtorch.quantize_(nn.Linear(64, 8), qtorch.training.qat(qtorch.vector_codebook_weight_only()))

@@ -8,17 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cache_form import TOKENS
+from qtorch.kernels import cache_form, record_kernels
 from qtorch.kernels.ops.quantize import quantize_keys_and_values, rotate_heads
 from qtorch.kv_cache import GrowingKV, KVCacheSpec, StaticKV, explain_attention
 from qtorch.primitives.jsonable import from_json, to_json
 from tests.refusals import refuses
 
 SPECS = [
-    *(KVCacheSpec(dtype, keys="token", recent=0, rotate_keys=False) for dtype in TOKENS),
+    *(KVCacheSpec(dtype, keys="token", recent=0, rotate_keys=False) for dtype in cache_form.TOKENS),
     KVCacheSpec("int8", recent=5),
-    *(KVCacheSpec(dtype, keys="channel", block=4) for dtype in TOKENS),
+    *(KVCacheSpec(dtype, keys="channel", block=4) for dtype in cache_form.TOKENS),
     KVCacheSpec("int4", keys="channel", block=8, recent=3, scale_dtype=torch.float16),
     KVCacheSpec("int8", value_dtype="int4", recent=0),
     KVCacheSpec("int4", value_dtype="int2", block=4),
@@ -50,7 +49,7 @@ def rotated(spec, keys, values):
 
 def error_of(spec):
     """More than the error of normal numbers: half a step of 8 standard deviations; sums of such if rotated."""
-    steps = 2 ** min(4, *(TOKENS[name].dtype.bits for name in (spec.dtype, spec.value_dtype))) - 1
+    steps = 2 ** min(4, *(cache_form.TOKENS[name].dtype.bits for name in (spec.dtype, spec.value_dtype))) - 1
     return (2 if spec.rotate_keys or spec.rotate_values else 1) * 4 / steps
 
 
@@ -178,10 +177,10 @@ def test_rotations_and_errors():
     refuses("max_length is positive", lambda: StaticKV(KVCacheSpec(), 0))
 
 
-@pytest.mark.parametrize("dtype", TOKENS)
+@pytest.mark.parametrize("dtype", cache_form.TOKENS)
 def test_static_stores_and_what_is_left_open(dtype):
     """Few bits: keys by channel and recent tokens where the store grows, rotated keys where each token comes alone."""
-    few, spec = TOKENS[dtype].dtype.bits <= 4, KVCacheSpec(dtype, block=16)
+    few, spec = cache_form.TOKENS[dtype].dtype.bits <= 4, KVCacheSpec(dtype, block=16)
     growing, static = GrowingKV(spec).spec, StaticKV(spec, 8).spec
     assert (growing.keys, growing.kept, growing.rotate_keys) == (("channel", 16, False) if few else ("token", 0, False))
     assert (static.keys, static.kept, static.rotate_keys) == ("token", 0, few)

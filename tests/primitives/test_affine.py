@@ -8,7 +8,6 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken, ZeroPointDomain, primitives
 from qtorch.primitives import Granularity, QDType, choose_qparams_affine, compute_error, qdtype
@@ -29,13 +28,13 @@ mappings = pytest.mark.parametrize(("mapping", "domain"), MAPPINGS)
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def data(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def data(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Random numbers, not contiguous where the shape allows it."""
     x = torch.randn(shape[::-1], generator=torch.Generator().manual_seed(0))
     return x.permute(*range(len(shape))[::-1]).to(dtype)
 
 
-def round_trip(x: Tensor, mapping: MappingType, block: tuple[int, ...], code: QDType | str, **options) -> tuple:
+def round_trip(x: torch.Tensor, mapping: MappingType, block: tuple[int, ...], code: QDType | str, **options) -> tuple:
     """(scale, zero point, codes, reals)."""
     domain = options.get("zero_point_domain", ZeroPointDomain.INT)
     scale, zero_point = choose_qparams_affine(x, mapping, block, code, **options)
@@ -230,7 +229,7 @@ INPUTS = {
 }
 
 
-def data_of_torch(name: str = "normal") -> Tensor:
+def data_of_torch(name: str = "normal") -> torch.Tensor:
     return INPUTS[name](torch.Generator().manual_seed(0))
 
 
@@ -296,7 +295,7 @@ def test_per_channel(mapping: MappingType, axis: int, dtype: torch.dtype, low: i
 
 # torch adds the zero point after rounding in quantize_per_tensor and per_channel, as we do, but
 # before rounding in quantize_per_token and per_channel_group.
-def assert_equal_but_for_ties(codes: Tensor, wanted: Tensor, quotient: Tensor) -> None:
+def assert_equal_but_for_ties(codes: torch.Tensor, wanted: torch.Tensor, quotient: torch.Tensor) -> None:
     difference = (codes.int() - wanted.int()).abs()
     # The sum of quotient and zero point rounds to a multiple of 2^-16 or finer.
     tie = (quotient - quotient.floor() - 0.5).abs() <= 2**-16

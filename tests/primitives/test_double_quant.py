@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import LinearSpec, MappingType, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain, compute_error
 from qtorch.dtypes import AffineQuantizedTensor, PackedLayout, PlainLayout
-from qtorch.kernels import record_kernels
 from qtorch.primitives import HQQRule, choose_qparams_affine, from_json, to_json
 from qtorch.primitives.double_quant import dequantize_scale, dequantize_zero_point, quantize_scale, scale_tensor_shapes
 
@@ -148,7 +147,7 @@ def test_a_tensor_with_quantized_zero_points(tmp_path: Path) -> None:
             assert torch.equal(view.dequantize(), wanted)
         assert torch.equal(torch.nn.functional.embedding(rows, weight), real[rows])
         y = torch.randn(3, 512)
-        with record_kernels() as ran:
+        with qtorch.kernels.record_kernels() as ran:
             product = torch.nn.functional.linear(y, weight)
         assert ran[0] in ("linear:cpu_weight_only_mm", f"linear:{'packed_' * (layout.name == 'packed')}weight_only_mm")
         assert compute_error(y @ real.T, product) > 100
@@ -188,7 +187,7 @@ def test_dequantize_is_the_equation_bit_for_bit(domain: ZeroPointDomain, dtype: 
         weight = AffineQuantizedTensor.from_plain(codes, scale, zero, LinearSpec(spec, layout=layout), torch.float32)
         assert torch.equal(weight.dequantize(), wanted)
         ids = torch.tensor([5, 0, 23, 5])
-        with record_kernels() as ran:
+        with qtorch.kernels.record_kernels() as ran:
             assert torch.equal(nn.functional.embedding(ids, weight), wanted[ids])
         assert ran[0] in ("embedding:cpu_embedding", "embedding:gather_rows", "embedding:gather_packed_rows")
         assert compute_error(torch.ones(2, 96) @ wanted.T, nn.functional.linear(torch.ones(2, 96), weight)) > 100
@@ -248,7 +247,7 @@ def test_recipe_json_and_file(domain: ZeroPointDomain, tmp_path) -> None:
     x = torch.randn(3, 64)
     float_output = model(x)
     qtorch.quantize_(model, recipe)
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         wanted = model(x)
     assert ran[0] in ("linear:cpu_weight_only_mm", "linear:packed_weight_mm")
     assert 15 < compute_error(float_output, wanted) < 40

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, QuantSpec, explain, quantize_
@@ -61,14 +60,14 @@ def test_forms_outliers_and_gptq() -> None:
     refuses("rotated as the weight is", lambda: LinearSpec(INT4, INT4.unrotated))
     refuses("rotated as the weight is", lambda: LinearSpec(INT4.unrotated, RotatedSpec(torch.int4, PerGroup(16))))
     x, errors = outliers(50, 64), []
-    layer = nn.Linear(64, 16)
+    layer = torch.nn.Linear(64, 16)
     wanted = layer(x).detach()
     for recipe in (PLAIN, ROTATED):
         quantized = copy.deepcopy(layer)
         quantize_(quantized, recipe)
         errors.append(float((quantized(x) - wanted).detach().norm() / wanted.norm()))
     assert 0 < errors[1] < errors[0]
-    layer, x = nn.Linear(64, 32), outliers(400, 64) @ torch.randn(64, 64)
+    layer, x = torch.nn.Linear(64, 32), outliers(400, 64) @ torch.randn(64, 64)
     errors = []
     for rounding in (Nearest(), Gptq()):
         quantized = copy.deepcopy(layer)
@@ -84,7 +83,7 @@ def test_forms_outliers_and_gptq() -> None:
 
 
 def test_a_layer_computes_with_rotated_codes(tmp_path: Path) -> None:
-    layer, x = nn.Linear(64, 16), outliers(9, 64)
+    layer, x = torch.nn.Linear(64, 16), outliers(9, 64)
     layer.weight.data[:, 3] *= 10
     before = copy.deepcopy(layer)
     quantize_(layer, ROTATED)
@@ -106,7 +105,7 @@ def test_a_layer_computes_with_rotated_codes(tmp_path: Path) -> None:
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, weight.dequantize().sum(0).expand_as(x), rtol=1e-4, atol=1e-4)
     qtorch.save_quantized(layer, tmp_path / "layer.safetensors")
-    other = nn.Linear(64, 16)
+    other = torch.nn.Linear(64, 16)
     qtorch.load_quantized(other, tmp_path / "layer.safetensors")
     assert torch.equal(other(x), layer(x))
     assert quantize_(copy.deepcopy(before), ROTATED).layers[0].kernel == "emulated_scaled_mm"
@@ -116,15 +115,15 @@ def test_embeddings_experts_and_what_refuses() -> None:
     """What has no kernel of its own for rotated codes runs the reference, in the same numbers."""
     weight = outliers(12, 64)
     tensor = AffineQuantizedTensor.from_float(weight, LinearSpec(INT4))
-    torch.testing.assert_close(nn.functional.linear(weight, tensor), weight @ tensor.dequantize().t())
-    assert torch.equal(nn.functional.embedding(torch.tensor([3, 7]), tensor), tensor.dequantize()[[3, 7]])
+    torch.testing.assert_close(torch.nn.functional.linear(weight, tensor), weight @ tensor.dequantize().t())
+    assert torch.equal(torch.nn.functional.embedding(torch.tensor([3, 7]), tensor), tensor.dequantize()[[3, 7]])
     spec = ROTATED.linear_spec()
     experts, x = outliers(24, 64).reshape(2, 12, 64), outliers(10, 64, 1).reshape(2, 5, 64)
     fused = AffineQuantizedTensor.from_float(experts, spec)
     for index, y in enumerate(torch.bmm(x, fused.transpose(-1, -2))):
         single = AffineQuantizedTensor.from_float(experts[index], spec)
-        torch.testing.assert_close(y, nn.functional.linear(x[index], single), rtol=1e-5, atol=1e-4)
-    layer = nn.Linear(64, 16)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x[index], single), rtol=1e-5, atol=1e-4)
+    layer = torch.nn.Linear(64, 16)
     refuses("leave rotated=True out", lambda: quantize_(layer, qat(ROTATED)))
     quantize_(layer, ROTATED)
     from qtorch.checkpoint.formats.compressed_tensors.scheme import args_of

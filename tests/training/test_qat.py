@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
@@ -74,7 +73,7 @@ def test_gradients_are_those_of_explicit_fake_quantization(name: str) -> None:
     quantize_(layer, qat(recipe))
     x, g = 2 * torch.randn(5, 7, 64, requires_grad=True), torch.randn(5, 7, 96)
     scale = recipe.act_scale(torch.device("cpu"))
-    wanted = functional.linear(explicit(x, spec.activation, scale), explicit(weight, spec.weight), layer.bias)
+    wanted = nn.functional.linear(explicit(x, spec.activation, scale), explicit(weight, spec.weight), layer.bias)
     got = layer(x)
     assert compute_error(wanted, got) > 100
     wanted = torch.autograd.grad(wanted, [x, weight, layer.bias], g)
@@ -128,7 +127,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.bmm(x, self.up)
-        by_index = torch.stack([functional.linear(h[e], self.down[e]) for e in range(3)])
+        by_index = torch.stack([nn.functional.linear(h[e], self.down[e]) for e in range(3)])
         offs = torch.tensor([4, 8, 12], dtype=torch.int32)
         grouped = torch._grouped_mm(h.flatten(0, 1), self.down.transpose(1, 2), offs=offs)
         by_einsum = torch.einsum("emk,enk->emn", h, self.down)
@@ -169,15 +168,15 @@ def test_parts_of_a_weight_and_what_has_no_gradient() -> None:
     layer, x = nn.Linear(64, 96, bias=False), torch.randn(5, 64)
     quantize_(layer, qat(make("int8_dynamic_activation_int4_weight")))
     wanted = layer(x)[:, 32:64]
-    assert torch.equal(functional.linear(x, layer.weight[32:64]), wanted)
+    assert torch.equal(nn.functional.linear(x, layer.weight[32:64]), wanted)
     assert torch.equal(x @ layer.weight.chunk(3)[1].t(), wanted)
     for part in (layer.weight[:, :32], layer.weight.view(48, 128)):
         with pytest.raises(ValueError, match="a product with a part of a weight that converts to int4 PerGroup"):
-            functional.linear(torch.randn(5, part.shape[1]), part)
+            nn.functional.linear(torch.randn(5, part.shape[1]), part)
     layer = nn.Linear(64, 96)
     quantize_(layer, qat(make("float8_static_activation_float8_weight")))
     with pytest.raises(ValueError, match="depend on the rest of the weight; multiply the whole of it"):
-        functional.linear(x, layer.weight[:32])
+        nn.functional.linear(x, layer.weight[:32])
     recipe, layer = qtorch.int8_weight_only(scale_rule=PercentileRule(90.0)), nn.Linear(64, 96)
     weight = layer.weight.detach().clone()
     quantize_(layer, qat(recipe))

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import compute_error, int8_dynamic_activation_int8_weight, int8_static_activation_int8_weight, quantize_
-from qtorch.dtypes import ConvWeight
-from qtorch.kernels import record_kernels
 from qtorch.primitives import MappingType, PerAxis, PerTensor
 from qtorch.training import calibrate, convert, fold_batch_norm, lsq, qat, scheduled_qat
 from tests.every_recipe import OF_QAT, make
@@ -44,9 +42,9 @@ def test_converted(name: str) -> None:
         y = model(X)
     assert torch.equal(model(X).detach(), y)
     quantize_(model, convert())
-    with torch.no_grad(), record_kernels() as ran:
+    with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
         served = model(X)
-    assert all(type(conv.weight) is ConvWeight for conv in model.convs)
+    assert all(type(conv.weight) is qtorch.dtypes.ConvWeight for conv in model.convs)
     if any("int8" in kernel for kernel in ran if kernel.startswith("linear:")):
         assert torch.equal(served, y)
     else:
@@ -77,7 +75,7 @@ def test_a_scale_for_each_image(mapping: MappingType, groups: int) -> None:
     broken[1, 3, 2, 2] = float("nan")
     trained_broken = model(broken).detach()
     quantize_(model, convert())
-    with torch.no_grad(), record_kernels() as ran:
+    with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
         served = model(X)
     assert ran[0] in ("conv:cpu_conv", "conv:image_conv")
     assert torch.equal(served, y.detach())
@@ -136,8 +134,8 @@ def test_every_shape(name: str, ndim: int, options: dict) -> None:
         assert torch.equal(model(x), y)
     quantize_(model, convert())
     assert type(model[0]) is LAYERS[ndim]
-    assert type(model[0].weight) is ConvWeight
-    with record_kernels() as ran:
+    assert type(model[0].weight) is qtorch.dtypes.ConvWeight
+    with qtorch.kernels.record_kernels() as ran:
         served = model(x)
     if name == "weight only":
         assert compute_error(y, served) > 100
@@ -279,8 +277,8 @@ def test_trained_and_converted_bit_for_bit(name: str, ndim: int, bias: bool) -> 
     quantize_(model, convert())
     assert type(model[0]) is BATCH_NORM_CONVS[ndim][0]
     assert set(model.state_dict()) == {"0.weight", "0.bias", "3.weight", "3.bias"}
-    assert type(model[0].weight) is ConvWeight
-    with record_kernels() as ran:
+    assert type(model[0].weight) is qtorch.dtypes.ConvWeight
+    with qtorch.kernels.record_kernels() as ran:
         assert torch.equal(model(x), y)
     if ndim < 3 and qtorch.kernels.cpu.compiled_library.library() is not None:
         assert ran[0] == "conv:cpu_conv"

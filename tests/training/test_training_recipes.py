@@ -13,7 +13,6 @@ from torch import nn
 import qtorch
 from qtorch import PerBlock, PerGroup, PerTensor, compute_error, int4_weight_only, quantize_, training
 from qtorch.calibration import min_max
-from qtorch.kernels import record_kernels
 from qtorch.recipes.base import RECIPES as REGISTERED
 from qtorch.recipes.base import Recipe
 from qtorch.training import Int8MixedPrecisionTrainingConfig, float8_training, int8_mixed_precision_training
@@ -143,9 +142,9 @@ mxfp4_training: emulated_scaled_mm""",
 ])  # fmt: skip
 def test_count_of_int8_matmuls(config: Int8MixedPrecisionTrainingConfig, forward: int, backward: int) -> None:
     made, x = model(int8_mixed_precision_training(config)), torch.randn(300, 64, requires_grad=True)
-    with record_kernels() as in_forward:
+    with qtorch.kernels.record_kernels() as in_forward:
         y = made(x)
-    with record_kernels() as in_backward:
+    with qtorch.kernels.record_kernels() as in_backward:
         y.sum().backward()
     assert (in_forward.count("int_matmul"), in_backward.count("int_matmul")) == (2 * forward, 2 * backward)
 
@@ -165,9 +164,9 @@ def test_count_of_int8_matmuls(config: Int8MixedPrecisionTrainingConfig, forward
 ], ids=lambda value: value.name if isinstance(value, Recipe) else "")  # fmt: skip
 def test_which_kernels_run(recipe: Recipe, forward: dict[str, int], backward: dict[str, int]) -> None:
     layer, x = model(recipe)[:1], torch.randn(300, 64, requires_grad=True)
-    with record_kernels() as in_forward:
+    with qtorch.kernels.record_kernels() as in_forward:
         y = layer(x)
-    with record_kernels() as in_backward:
+    with qtorch.kernels.record_kernels() as in_backward:
         y.sum().backward()
     for ran, wanted in ((in_forward, forward), (in_backward, backward)):
         if recipe.name == "int8_tilewise_training":

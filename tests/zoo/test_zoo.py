@@ -13,7 +13,6 @@ import torch
 import qtorch
 from qtorch import find_uses, int4_weight_only, int8_weight_only, load_quantized, quantize_, quantize_checkpoint
 from qtorch.cli.recipes import read_recipe
-from qtorch.dtypes import QuantizedTensor, joining
 from qtorch.integrations.transformers import QtorchConfig
 from qtorch.model.uses import Uses
 from tests.every_recipe import NAMES, make
@@ -76,7 +75,7 @@ def test_kinds_and_reports(name: str) -> None:
     sizes = multiplied(find_uses(model, **batch))
     report = quantize_(model, int8_weight_only())
     parameters = {key: p for key, p in model.named_parameters() if key in sizes}
-    left = [key for key, p in parameters.items() if not isinstance(p, QuantizedTensor)]
+    left = [key for key, p in parameters.items() if not isinstance(p, qtorch.dtypes.QuantizedTensor)]
     reasons = {row.name: row.detail for row in report.skipped}
     for key in left:
         assert re.match(r"a router|a convolution|is parametrized", reasons[key]), (key, reasons[key])
@@ -270,12 +269,12 @@ def test_experts_one_by_one_are_those_together_or_refused(saved: Any, tmp_path: 
     chosen = make(recipe, 32)
     rows = [[torch.randn(32, 64) for _ in range(2)] for _ in range(3)]
     together = chosen.apply(torch.stack([torch.cat(row) for row in rows]))
-    joined = joining.join([[chosen.apply(matrix) for matrix in row] for row in rows])
+    joined = qtorch.dtypes.joining.join([[chosen.apply(matrix) for matrix in row] for row in rows])
     same = joined.scheme == together.scheme and all(  # type: ignore[attr-defined]
         part is None or torch.equal(part, together.inner_tensors[key])
         for key, part in joined.inner_tensors.items()  # type: ignore[attr-defined]
     )
-    assert same != joining.shares_scales(chosen.linear_spec().weight)
+    assert same != qtorch.dtypes.joining.shares_scales(chosen.linear_spec().weight)
     if same:
         return
     _, _, folder = saved("mixtral")

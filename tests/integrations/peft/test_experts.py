@@ -9,7 +9,6 @@ peft = pytest.importorskip("peft")
 
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PerRow, QuantSpec, quantize_
 from qtorch.dtypes import QuantizedTensor
@@ -119,12 +118,12 @@ def test_products_of_an_adapted_parameter() -> None:
     x, y, bias = torch.randn(5, 64), torch.randn(3, 5, 64), torch.randn(16)
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)
     pairs = [
-        (functional.linear(x, matrix, bias), functional.linear(x, w, bias)),  # type: ignore[arg-type]
+        (nn.functional.linear(x, matrix, bias), nn.functional.linear(x, w, bias)),  # type: ignore[arg-type]
         (x @ matrix.t(), x @ w.t()),
         (matrix @ x.t(), w @ x.t()),
         (torch.matmul(x, matrix.T), x @ w.T),  # type: ignore[arg-type]
-        (functional.linear(x, stack[1]), functional.linear(x, ws[1])),  # type: ignore[arg-type]
-        (functional.linear(x, stack[torch.tensor(2)]), functional.linear(x, ws[2])),  # type: ignore[arg-type]
+        (nn.functional.linear(x, stack[1]), nn.functional.linear(x, ws[1])),  # type: ignore[arg-type]
+        (nn.functional.linear(x, stack[torch.tensor(2)]), nn.functional.linear(x, ws[2])),  # type: ignore[arg-type]
         (torch.bmm(y, stack.mT), torch.bmm(y, ws.mT)),  # type: ignore[arg-type]
         (torch.bmm(stack, y.mT), torch.bmm(ws, y.mT)),  # type: ignore[arg-type]
         (

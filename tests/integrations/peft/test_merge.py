@@ -13,7 +13,6 @@ import torch
 peft = pytest.importorskip("peft")
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
 
 from qtorch import AffineQuantizedTensor, dequantize_, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
@@ -40,7 +39,7 @@ def test_merge_and_unmerge(recipe: str, dora: bool) -> None:
         assert (output(model) - y).abs().max() > 0.1
     model.merge_adapter()
     weight = base_of(model, Q_PROJ).weight
-    assert type(weight) is nn.Parameter
+    assert type(weight) is torch.nn.Parameter
     assert not weight.requires_grad
     # int8_dynamic: a float weight does not round its inputs any more.
     tolerance = 2e-2 if recipe == "int8_dynamic" else 1e-5
@@ -104,7 +103,7 @@ def test_two_adapters_merge_one_after_the_other() -> None:
 
 
 def test_biases_and_broken_adapters() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).bfloat16()
     quantize_(model, RECIPES["int8"])
     bias = model[0].bias.detach().clone()
     model = randomized(get_peft_model(model, LoraConfig(r=4, target_modules=["0"], lora_bias=True)), 0.3)
@@ -314,10 +313,10 @@ def test_modules_to_save_and_multihead_attention_are_refused() -> None:
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     assert model.lm_head.modules_to_save["default"].weight.requires_grad
 
-    class Block(nn.Module):
+    class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention = nn.MultiheadAttention(64, 2)
+            self.attention = torch.nn.MultiheadAttention(64, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.attention(x, x, x)[0]

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow, QuantSpec, compute_error
@@ -45,7 +44,7 @@ def test_int8_activations_have_the_bits_of_the_reference(instruction_set, name, 
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (19, torch.float16)):
             x = (torch.randn(rows, weight.shape[1]) + 0.3).to(dtype)
             with emulate(instruction_set) as library, variants.force(variant), qtorch.kernels.record_kernels() as ran:
-                y = functional.linear(x, weight.to(dtype))
+                y = torch.nn.functional.linear(x, weight.to(dtype))
             assert ran[-1] == f"cpu_int8_mm.{instruction_set}.{variant}"
             assert library.calls[-1] == "int8_mm"
             assert torch.equal(y, qtorch.kernels.linear.reference.linear(x, weight.to(dtype), None))
@@ -59,14 +58,14 @@ def test_the_largest_codes_and_no_numbers(instruction_set):
     signs[1], signs[2, ::2] = -1, -1
     for variant in ("dot", "tile"):
         with emulate(instruction_set), variants.force(variant):
-            y = functional.linear(signs, weight)
+            y = torch.nn.functional.linear(signs, weight)
         assert torch.equal(y, qtorch.kernels.linear.reference.linear(signs, weight, None))
         assert y[0].eq(-y[1]).all()
     x = torch.randn(3, 256)
     x[1, 7] = torch.nan
     for activation in (None, TOKEN):
         with emulate(instruction_set):
-            y = functional.linear(x, quantized("int4 group", activation))
+            y = torch.nn.functional.linear(x, quantized("int4 group", activation))
         assert y[1].isnan().all()
         assert y[::2].isfinite().all()
 
@@ -79,11 +78,11 @@ def test_weight_only(instruction_set, name, variant):
         weight, bias = quantized(name).to(dtype), torch.randn(37, dtype=dtype)
         x = torch.randn(rows, weight.shape[1], dtype=dtype)
         with emulate(instruction_set) as library, variants.force(variant), qtorch.kernels.record_kernels() as ran:
-            y = functional.linear(x, weight, bias)
+            y = torch.nn.functional.linear(x, weight, bias)
         assert ran[-1] == f"cpu_weight_only_mm.{instruction_set}.{variant}"
         assert library.calls[-1] == "weight_only_mm"
         real = weight.dequantize(torch.float32)
-        exact = functional.linear(x.float(), real, bias.float())
+        exact = torch.nn.functional.linear(x.float(), real, bias.float())
         if dtype == torch.float32:
             assert_same_product(y, exact, x, real, bias)
         # No bound from above: sums of dequantized weights in the order of `exact` have its bits.
@@ -116,7 +115,7 @@ def test_each_set_runs_instructions_of_its_own(instruction_set, processor):
     """Which a processor without them refuses."""
     refused = pytest.raises(RuntimeError, match="Illegal instruction")
     with emulate(instruction_set, processor), variants.force("dot"), refused:
-        functional.linear(torch.randn(1, 256), quantized("int4 group", TOKEN))
+        torch.nn.functional.linear(torch.randn(1, 256), quantized("int4 group", TOKEN))
 
 
 def test_the_set_is_chosen_by_what_the_processor_has(monkeypatch):

@@ -16,9 +16,8 @@ from qtorch.kernels.cpu import compiled_library, int8_linear, variants, weight_o
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
 from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error, qdtype
-from tests.fast_part import matrix_but
+from tests import fast_part, rounding
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, weight_of
-from tests.rounding import EXTRA, gamma
 
 REAL_ZERO = {"mapping": ASYMMETRIC, "zero_point_domain": ZeroPointDomain.FLOAT, "preserve_zero": False}
 OFFSET = {**REAL_ZERO, "zero_point_domain": ZeroPointDomain.OFFSET}
@@ -99,11 +98,11 @@ def error(y: torch.Tensor, x: torch.Tensor, weight: AffineQuantizedTensor) -> fl
 def tolerance(variant: str, dtype: torch.dtype, terms: int) -> float:
     """Of `error`. The order of our sums is that of the sources; torch's is its own, in F.linear, which takes a weight
     that is rounded to the dtype, too."""
-    return 2 * TOLERANCE[dtype] + gamma(terms + EXTRA) if variant == "float" else TOLERANCE[dtype]
+    return 2 * TOLERANCE[dtype] + rounding.gamma(terms + rounding.EXTRA) if variant == "float" else TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("variant", FLOAT_VARIANTS)
-@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, SPECS))
+@pytest.mark.parametrize("name", fast_part.matrix_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_against_exact_arithmetic(build, name, variant):
     with variants.force(variant):
         for weight, (rows, dtype) in itertools.product(weights(SPECS[name]), INPUTS):
@@ -129,7 +128,7 @@ def cases(name, activation):
 
 @pytest.mark.parametrize("variant", CODE_VARIANTS)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS)[:4])
-@pytest.mark.parametrize("name", matrix_but(("int8 row", "uint8 group", "int4 group", "int3 row"), OF_CODES))
+@pytest.mark.parametrize("name", fast_part.matrix_but(("int8 row", "uint8 group", "int4 group", "int3 row"), OF_CODES))
 def test_the_bits_of_the_reference(build, name, activation, variant):
     for weight, x, wanted in cases(name, activation):
         with variants.force(variant), record_kernels() as ran:
@@ -168,7 +167,7 @@ def test_views_static_activations_and_small_numbers_beside_large_ones():
     for x in (wide[:, 5:101], wide[::2, :96], torch.randn(96, 9).t(), wide[:1, :96].expand(7, 96)):
         torch.testing.assert_close(functional.linear(x, weight, bias), functional.linear(x.clone(), weight, bias))
     part = weight[3:20]
-    assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < gamma(96 + EXTRA)
+    assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < rounding.gamma(96 + rounding.EXTRA)
     # A column that no weight reads does not take the precision of the others, by one more slice or another variant.
     weight = torch.randn(40, 96)
     weight[:, 7] = 0
@@ -206,7 +205,7 @@ def test_bias(variant, activation):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, list(SPECS)[::2]))
+@pytest.mark.parametrize("name", fast_part.matrix_but(STAND_FOR_THE_OTHERS, list(SPECS)[::2]))
 def test_dequantized_slices(build, name, dtype, monkeypatch):
     """The numbers are those of `dequantize`, whatever the size of a slice."""
     for weight in weights(SPECS[name]):
@@ -223,7 +222,7 @@ def test_dequantized_slices(build, name, dtype, monkeypatch):
             torch.testing.assert_close(y.t(), wanted, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, SPECS))
+@pytest.mark.parametrize("name", fast_part.matrix_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_norms_of_errors(build, name):
     """In double, of numbers that are rounded to the dtype of the weight."""
     for dtype in FLOATS:
