@@ -248,9 +248,7 @@ def test_one_graph_for_all_batch_sizes(mark: bool) -> None:
 RECIPE = qtorch.int8_weight_only()
 
 
-@pytest.mark.parametrize(
-    "change", [lambda m: quantize_(m, RECIPE), qtorch.dequantize_], ids=["quantize_", "dequantize_"]
-)
+@pytest.mark.parametrize("change", [lambda m: quantize_(m, RECIPE), qtorch.dequantize_], ids=["quantize", "dequantize"])
 def test_quantizing_in_a_graph(change: Callable[[nn.Module], object]) -> None:
     """Whole graphs refuse it by name; others break there, and go on with what it has made."""
     model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)

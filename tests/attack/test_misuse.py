@@ -152,9 +152,7 @@ def test_indices(recipe: Recipe) -> None:
     if recipe.name not in ("lsq", "scheduled_qat"):  # which are for nn.Embedding exactly
         bag = quantized(nn.EmbeddingBag(32, 64, mode="sum"), recipe)
         assert bag(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 64)
-        with pytest.raises(
-            TypeError, match=r"embedding takes indices in int64 or int32, got torch.float32: ids.long\(\)"
-        ):
+        with pytest.raises(TypeError, match=r"embedding takes indices in int64 or int32, got torch.float32: ids.long"):
             bag(torch.zeros(2, 3))
 
 

@@ -168,9 +168,7 @@ def test_an_inner_tensor_cannot_be_replaced_by_what_does_not_fit(name: str, set_
     for inner in (*weight.tensor_names(weight.scheme), "scheme"):
         present = weight.inner_tensors.get(inner)
         for value in ["text", torch.ones(1)] if present is None else wrong_values(present):
-            refuses(
-                inner, lambda inner=inner, value=value: set_attribute(weight, inner, value), (ValueError, TypeError)
-            )
+            refuses(inner, lambda inner=inner, new=value: set_attribute(weight, inner, new), (ValueError, TypeError))
     assert all(vars(weight)[key] is value for key, value in before.items())
 
 

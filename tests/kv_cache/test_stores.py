@@ -25,9 +25,7 @@ SPECS = [
     KVCacheSpec("int3", keys="channel", block=8, rotate_keys=True, rotate_values=True),
 ]
 SPECS = [spec.settled() for spec in SPECS]
-NAMES = [
-    f"{s.dtype}-{s.value_dtype}-{s.keys}-{s.kept}" + "-rotated" * (s.rotate_keys or s.rotate_values) for s in SPECS
-]
+NAMES = [f"{s.dtype}-{s.value_dtype}-{s.keys}-{s.kept}" + "-turned" * (s.rotate_keys or s.rotate_values) for s in SPECS]
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 
 

@@ -70,9 +70,7 @@ def test_only_the_rows_asked_for_are_unpacked(monkeypatch: pytest.MonkeyPatch) -
     import qtorch.kernels.embedding as module
 
     sizes, unpack = [], module.unpack_codes
-    monkeypatch.setattr(
-        module, "unpack_codes", lambda packed, *args: sizes.append(len(packed)) or unpack(packed, *args)
-    )
+    monkeypatch.setattr(module, "unpack_codes", lambda codes, *args: sizes.append(len(codes)) or unpack(codes, *args))
     weight = quantized("uint4 group, packed")
     with qtorch.kernels.record_kernels() as ran:
         functional.embedding(torch.tensor([3, 1]), weight)

@@ -65,9 +65,7 @@ def test_same_numbers(kind: str, recipe: qtorch.recipes.base.WeightRecipe) -> No
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize(
-    "make", [qat, scheduled_qat, lambda recipe: lsq(recipe=recipe)], ids=["qat", "schedule", "lsq"]
-)
+@pytest.mark.parametrize("make", [qat, scheduled_qat, lambda base: lsq(recipe=base)], ids=["qat", "schedule", "lsq"])
 def test_same_functions(make, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = prepared(kind, make(RECIPES[0]))
     operands = count_calls("Operand", monkeypatch)

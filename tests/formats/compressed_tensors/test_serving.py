@@ -96,9 +96,7 @@ def test_what_no_kernel_serves(tmp_path: Path) -> None:
         # Scales of groups with all the mantissas.
         model["proj"].weight.copy_(torch.randn(64, 64) * torch.linspace(0.01, 0.2, 64).reshape(-1, 1))
     quantize_(model, nvfp4_weight_only(tensor_scale=9.836715616984293e-05))
-    with pytest.raises(
-        ValueError, match=r"proj\.weight: has the scale 9\.83.*-05 for the tensor.* choose a power of two"
-    ):
+    with pytest.raises(ValueError, match=r"proj\.weight: has the scale 9\.83.* for the tensor.* choose a power of two"):
         save_quantized(model, tmp_path / "model", format="compressed-tensors")
     model = nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})
     quantize_(model, qtorch.uintx_weight_only("uint3", group_size=32))
