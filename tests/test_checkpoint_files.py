@@ -83,9 +83,7 @@ def test_alignment_in_memory(mmap: bool, misaligned_by: int, path: Path) -> None
     with path.open("ab") as file:
         file.write(whole[8 + length :])
     model = load_quantized(meta(), path, mmap=mmap)
-    assert all(
-        tensor.data_ptr() % ALIGNMENT == 0 for tensor in plain([t for _, t in contents(model)]) if len(tensor.shape)
-    )
+    assert all(t.data_ptr() % ALIGNMENT == 0 for t in plain([t for _, t in contents(model)]) if len(t.shape))
     assert_same(model, saved)
 
 

@@ -224,7 +224,7 @@ def test_files(tmp_path: Path) -> None:
             of_model: Any = {"model.layers.0.mlp.up_proj.weight": model.weight}
             refuses(
                 "LowRankWeight|branch of low rank",
-                lambda name=name, to=target, of_model=of_model: qtorch.save_quantized(of_model, target, format=name),
+                lambda name=name, to=target, of_model=of_model: qtorch.save_quantized(of_model, to, format=name),
             )
 
     refuses("branch of low rank, which no type has", lambda: block_types.encode(weight, "Q4_0"))

@@ -260,9 +260,7 @@ def test_errors(given: dict[str, Any], error: type[Exception], words: str) -> No
         allocate(**{"model": Model(1), "candidates": CANDIDATES, "budget": "8 bits", "data": [batch(0)]} | given)
 
 
-def test_without_matplotlib_and_with_it(
-    trained: Model, data: list[Tensor], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib(trained: Model, data: list[Tensor], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(allocation_file, "has_matplotlib", lambda: False)
         allocation = allocate(nn.Sequential(nn.Linear(32, 32)), CANDIDATES, "4 bits")

@@ -153,10 +153,8 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_way(build: str, name: str, activation: str) -> None:
     spec = WEIGHTS[name]
-    linear_spec = LinearSpec(
-        spec, ACTIVATIONS[activation], layout=qtorch.PackedLayout() if spec.dtype.bits == 4 else None
-    )
-    weight = AffineQuantizedTensor.from_float(torch.randn(37, 1024), linear_spec)
+    both = LinearSpec(spec, ACTIVATIONS[activation], layout=qtorch.PackedLayout() if spec.dtype.bits == 4 else None)
+    weight = AffineQuantizedTensor.from_float(torch.randn(37, 1024), both)
     for way in ("dot", "tile", "torch", *(("channels",) if ACTIVATIONS[activation] else ("amx", "fixed", "float"))):
         for rows, dtype in ((2, torch.float32), (19, torch.bfloat16)):
             x = (torch.randn(rows, 1024) + 0.3).to(dtype)

@@ -81,9 +81,7 @@ def test_three_lines_are_what_one_does_by_hand(recipe: WeightRecipe) -> None:
     stages[1:4] = [part for i, stage in enumerate(stages[1:4]) for part in (stage, [f"blocks.{i}.down"])]
     for names in stages:
         seen: list[Tensor] = []
-        hook = by_hand.get_submodule(names[0]).register_forward_pre_hook(
-            lambda _, args, seen=seen: seen.append(args[0])
-        )
+        hook = by_hand.get_submodule(names[0]).register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0]))
         with torch.no_grad():
             for x in data:
                 by_hand(x)

@@ -118,10 +118,8 @@ def check_gradients() -> None:
         parts = [part.clone().requires_grad_() for part in x]
         (sum(whole(part).square().mean() for part in parts) / 2).backward()
         torch.testing.assert_close(mine.grad, 2 * parts[rank].grad, rtol=1e-6, atol=0)
-        for index in (0, 2):
-            torch.testing.assert_close(
-                model[index].bias.grad.full_tensor(), whole[index].bias.grad, rtol=1e-5, atol=1e-8
-            )
+        for i in (0, 2):
+            torch.testing.assert_close(model[i].bias.grad.full_tensor(), whole[i].bias.grad, rtol=1e-5, atol=1e-8)
 
 
 def check_recipes_of_training() -> None:

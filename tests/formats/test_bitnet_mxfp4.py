@@ -229,9 +229,7 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
 def test_missing_scales_and_those_of_transformers(tmp_path: Path) -> None:
     tensors = layer_of_mxfp4()
     del tensors["layer.weight_scales"]
-    refused(
-        write(tmp_path / "model", tensors, 1, quantized_config("mxfp4")), MXFP4_SHAPE, "layer.weight_scales is missing"
-    )
+    refused(write(tmp_path / "m", tensors, 1, quantized_config("mxfp4")), MXFP4_SHAPE, "layer.weight_scales is missing")
     # Bit for bit with the sign of zeros, of every code with every scale.
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 255, 16, 16)

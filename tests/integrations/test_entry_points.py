@@ -46,10 +46,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
-def run(environment: dict[str, str], *command: object, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment, cwd=cwd
-    )
+def run(settings: dict[str, str], *command: object, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=settings, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -26,12 +26,10 @@ LEAST = {torch.float32: 110, torch.float16: 50, torch.bfloat16: 35}
 """SQNR of a product whose sums are taken in another order."""
 
 
-def pair(
-    weight: QuantSpec, activation: QuantSpec | None, size: int
-) -> tuple[AffineQuantizedTensor, AffineQuantizedTensor]:
+def pair(weight: QuantSpec, input: QuantSpec | None, size: int) -> tuple[AffineQuantizedTensor, AffineQuantizedTensor]:
     """The same weight (128, 320) in blocks, and plain."""
     values = prune_blocks(torch.randn(128, 320), size, 0.6)
-    spec = LinearSpec(weight, activation, layout=BlockSparseLayout(size, 0.6))
+    spec = LinearSpec(weight, input, layout=BlockSparseLayout(size, 0.6))
     sparse = AffineQuantizedTensor.from_float(values, spec)
     return sparse, sparse.to_layout(PlainLayout())
 

@@ -44,9 +44,7 @@ def round_trip(x: torch.Tensor, mapping: MappingType, block: tuple[int, ...], co
 
 @mappings
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_the_error_is_at_most_half_a_step(
-    granularity: Granularity, mapping: MappingType, domain: ZeroPointDomain
-) -> None:
+def test_error_is_at_most_half_a_step(granularity: Granularity, mapping: MappingType, domain: ZeroPointDomain) -> None:
     for shape, dtype, code in itertools.product(SHAPES, FLOATS, map(qdtype, ("int8", "uint4"))):
         if (domain is ZeroPointDomain.NONE and not code.is_signed) or (
             isinstance(granularity, PerBlock) and len(shape) < 2

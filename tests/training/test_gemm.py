@@ -259,11 +259,9 @@ def fake_in_fp64(x: Tensor, spec: QuantSpec) -> Tensor:
     return view.merge(scale * (ratio + (ratio.round() - ratio).detach()))
 
 
-def operand_gradients(
-    x: Tensor, w: Tensor, g: Tensor, spec: TrainingSpec, wrapped: bool = False
-) -> tuple[Tensor, Tensor]:
+def operand_gradients(x: Tensor, w: Tensor, g: Tensor, spec: TrainingSpec, wrap: bool = False) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
-    weight = torch.nn.Parameter(MasterWeight.of(w.clone(), spec) if wrapped else w.clone())
+    weight = torch.nn.Parameter(MasterWeight.of(w.clone(), spec) if wrap else w.clone())
     contraction(x, weight, spec).backward(g)
     return x.grad, weight.grad
 

@@ -91,9 +91,7 @@ def test_one_scheme_names_the_class_and_what_is_left_out(
 
 def test_several_schemes_name_every_module(tmp_path: Path) -> None:
     """A class among the targets would take the modules that vLLM joins, whichever group names their parts."""
-    model = quantized(
-        {r"layers\..*mlp.*": INT4, r"layers\..*attn.*": qtorch.int8_dynamic_activation_int8_weight()}, layers=2
-    )
+    model = quantized({r".*mlp.*": INT4, r".*attn.*": qtorch.int8_dynamic_activation_int8_weight()}, layers=2)
     config = saved(model, tmp_path / "model")
     assert config["format"] == "mixed-precision"
     assert sorted(group["format"] for group in config["config_groups"].values()) == ["int-quantized", "pack-quantized"]

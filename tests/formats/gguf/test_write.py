@@ -137,9 +137,7 @@ def test_files_of_llama_cpp_again_and_checkpoints(tmp_path: Path) -> None:
 
 def test_others_are_rounded_once_more_only_when_asked(tmp_path: Path) -> None:
     model, path = built("Llama"), tmp_path / "x.gguf"
-    qtorch.quantize_(
-        model, {".*up_proj": qtorch.nf4_weight_only(), ".*down_proj": qtorch.int4_weight_only(group_size=32)}
-    )
+    qtorch.quantize_(model, {".*up.*": qtorch.nf4_weight_only(), ".*down.*": qtorch.int4_weight_only(group_size=32)})
     message = r"gguf: model.layers.0.mlp.(up|down)_proj.weight: .*; quantize with gguf_q4_0\(\), .* requantize=True"
     refuses(message, lambda: qtorch.save_gguf(model, path))
     assert not path.exists()

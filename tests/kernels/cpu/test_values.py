@@ -35,9 +35,7 @@ DOUBLE = {
     ),
     "NVFP4": nvfp4_spec(),
     "int4, twice quantized": QuantSpec("int4", PerGroup(64), zero_point_domain=ZeroPointDomain.NONE, scale_spec=INT8),
-    "uint3 with zero points, twice quantized": QuantSpec(
-        "uint3", PerGroup(32), MappingType.ASYMMETRIC, scale_spec=INT8
-    ),
+    "uint3 with zeros, twice quantized": QuantSpec("uint3", PerGroup(32), MappingType.ASYMMETRIC, scale_spec=INT8),
 }
 BLOCKS = {kind.name: kind for kind in TYPES.values() if getattr(kind.spec, "scale_spec", None) is not None}
 """Of GGUF: scales of both signs, and quantized zero points."""
