@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import compute_error, dequantize_, explain, load_quantized, quantize_, quantize_checkpoint, save_quantized
+from qtorch import dequantize_, explain, load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.calibration import auto, gptq, observed
 from qtorch.primitives.jsonable import _field_types
 from qtorch.recipes import int4_weight_only, int8_dynamic_activation_int4_weight, int8_weight_only
@@ -43,27 +43,12 @@ def inputs() -> Tensor:
     return torch.randn(4, 64)
 
 
-def near(model: nn.Module, other: nn.Module) -> None:
-    """They compute the same, but for what 8 or 4 bits round."""
-    x = inputs()
-    with torch.no_grad():
-        assert 12 < compute_error(other(x), model(x)) < 60
-
-
 def equal(model: nn.Module, other: nn.Module) -> None:
     x = inputs()
     assert torch.equal(model(x), other(x))
 
 
 # --- tasks ---
-def test_quantize_and_run() -> None:
-    model = mlp()
-    before = copy.deepcopy(model)
-    report = quantize_(model, INT8)
-    assert str(report).startswith("quantized 2 of 2 weights")
-    near(model, before)
-
-
 def test_sizes_before_there_is_a_model() -> None:
     with torch.device("meta"):
         model = mlp()
@@ -72,25 +57,6 @@ def test_sizes_before_there_is_a_model() -> None:
     assert planned.model_bytes_after == done.model_bytes_after
     assert all(row.sqnr is None and row.kernel is None for row in planned.layers)
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_leave_a_layer_alone() -> None:
-    model = mlp()
-    quantize_(model, {"2": None, ".*": int4_weight_only(group_size=32)})
-    assert [isinstance(layer.weight, qtorch.dtypes.QuantizedTensor) for layer in (model[0], model[2])] == [True, False]
-
-
-def test_save_and_load(tmp_path: Path) -> None:
-    model = quantized()
-    save_quantized(model, tmp_path / "model.safetensors")
-    equal(load_quantized(mlp(), tmp_path / "model.safetensors"), model)
-
-
-def test_torch_save_and_load(tmp_path: Path) -> None:
-    model, fresh = quantized(), mlp()
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    fresh.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), assign=True)
-    equal(fresh, model)
 
 
 def test_compiled_or_not_is_the_same_file(tmp_path: Path) -> None:
@@ -146,15 +112,6 @@ def test_train_for_four_bits() -> None:
     torch.testing.assert_close(model(x := inputs()), trained(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*on fewer tokens")
-def test_calibrate() -> None:
-    model, batches = mlp(), [inputs() for _ in range(3)]
-    before = copy.deepcopy(model)
-    report = quantize_(model, gptq(int4_weight_only(group_size=32), batches))
-    assert all(row.calibration.error < row.calibration.nearest_error for row in report.quantized)
-    near(model, before)
-
-
 def test_quantize_again() -> None:
     """Nothing is done twice, and the report says so; back to floats, and another recipe."""
     model = quantized()
@@ -204,7 +161,7 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda _: quantize_(mlp(), INT8).eval(), "in place: use the model itself"),
         (lambda _: quantize_(quantized(nn.Linear(64, 64)), int4_weight_only(32)), r"or dequantize_\(model\) first"),
         (lambda _: quantize_(nn.Linear(64, 64).double(), INT8), "takes float32, float16 or bfloat16 weights"),
-        (lambda _: quantize_(nn.Linear(64, 64, device="meta"), INT8), "without values to quantize.*load it first"),
+        (lambda _: quantize_(nn.Linear(64, 64, device="meta"), INT8), "without values for .*load it first"),
         (lambda _: explain(mlp()), "no weight of this Sequential is quantized"),
     ],
     "arguments of recipes": [
@@ -266,7 +223,7 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda _: gptq(int8_weight_only, [inputs()]), r"make one: int8_weight_only\(\)"),
         (lambda _: gptq([inputs()], INT8), "recipe takes an inference recipe such as int4_weight_only.*, got "),
         (lambda _: auto(INT8, 5), "batches takes Iterable, got 5"),
-        (lambda _: quantize_(mlp(), gptq(INT8, inputs())), r"a list of inputs of the model.*write \[batch\]"),
+        (lambda _: quantize_(mlp(), gptq(INT8, inputs())), r"a list of inputs, got .*write \[batch\]"),
         (lambda _: quantize_(mlp(), gptq(INT8, "text.txt")), "is a list of inputs, got 'text.txt'"),
         (lambda _: quantize_(mlp(), gptq(INT8, [])), "it needs at least one batch"),
         (lambda _: quantize_(mlp(), observed(INT8, [inputs()])), r"does is int8_static_activation_int8_weight\(\)"),

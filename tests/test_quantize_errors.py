@@ -51,7 +51,7 @@ def with_weight(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]
     (with_weight(lambda w: w.to(torch.float8_e4m3fn)), INT8, "this one is torch.float8_e4m3fn"),
     (with_value(float("nan")), INT8, "has 2 values of 6144 that are NaN or infinite"),
     (with_value(float("-inf")), INT8, "has 2 values of 6144 that are NaN or infinite"),
-    (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device, without values to quantize"),
+    (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device, without values for"),
     (lambda layer: nn.LazyLinear(64), INT8, "the weight is not initialized yet; run the model once"),
     (
         lambda layer: qtorch.quantize_(layer, INT8) and None,

@@ -83,27 +83,6 @@ def test_in_torch(dtype):
             )
 
 
-def test_explain_names_the_kernel():
-    layer = nn.Linear(512, 64)
-    qtorch.quantize_(layer, qtorch.vector_codebook_weight_only())
-    kernel = "vector_codebook_mm" if compiled_library.missing() else "cpu_vector_codebook_mm"
-    assert f"runs {kernel}" in str(qtorch.explain(layer, torch.randn(1, 512)))
-
-
-def test_files(tmp_path):
-    """Two bits a weight in the file too, of layers, embeddings and convolutions, of rows and of columns."""
-    model = nn.Sequential(nn.Linear(1024, 256, bias=False), nn.Linear(256, 64, bias=False))
-    qtorch.quantize_(model, qtorch.vector_codebook_weight_only())
-    path = tmp_path / "model.safetensors"
-    qtorch.save_quantized(model, path)
-    assert path.stat().st_size < 1.05 * (1024 * 256 + 256 * 64) / 4 + 4096
-    loaded = nn.Sequential(nn.Linear(1024, 256, bias=False), nn.Linear(256, 64, bias=False))
-    qtorch.load_quantized(loaded, path)
-    x = torch.randn(3, 1024)
-    assert torch.equal(loaded(x), model(x))
-    assert torch.equal(loaded[0].weight.qdata, model[0].weight.qdata)
-
-
 @pytest.mark.parametrize(
     ("layer", "x"),
     [
