@@ -90,11 +90,9 @@ def test_rows_of_any_length(recipe: Recipe, k: int) -> None:
 
 
 BASES = [
-    qtorch.int8_weight_only(),
-    qtorch.int8_dynamic_activation_int8_weight(),
-    qtorch.int8_dynamic_activation_int4_weight(group_size=32),
-    qtorch.intx_weight_only("int4", group_size=32),
-]
+    qtorch.int8_weight_only(), qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int4_weight(group_size=32), qtorch.intx_weight_only("int4", group_size=32),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)

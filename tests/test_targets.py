@@ -198,13 +198,10 @@ def test_names_of_weights(model: nn.Module, recipe: object, found: list[str]) ->
 
 
 GROUPED: list[qtorch.recipes.base.WeightRecipe] = [
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.int8_dynamic_activation_int4_weight(),
-    qtorch.nf4_weight_only(group_size=32),
-    qtorch.lut_weight_only(bits=3, group_size=32),
-    qtorch.mxfp4_dynamic_activation_mxfp4_weight(),
-    qtorch.nvfp4_weight_only(),
-]
+    qtorch.int4_weight_only(group_size=32), qtorch.int8_dynamic_activation_int4_weight(),
+    qtorch.nf4_weight_only(group_size=32), qtorch.lut_weight_only(bits=3, group_size=32),
+    qtorch.mxfp4_dynamic_activation_mxfp4_weight(), qtorch.nvfp4_weight_only(),
+]  # fmt: skip
 EACH = pytest.mark.parametrize("recipe", GROUPED, ids=str)
 MISFIT_INT4 = GROUPED[0]
 

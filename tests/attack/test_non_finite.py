@@ -141,11 +141,9 @@ WEIGHTS = {
     "uint4 group": QuantSpec("uint4", PerGroup(64), MappingType.ASYMMETRIC),
 }
 ACTIVATIONS = {
-    "none": None,
-    "symmetric": QuantSpec("int8", PerToken(), quant_min=-127),
-    "asymmetric": QuantSpec("int8", PerToken(), MappingType.ASYMMETRIC),
-    "tensor": QuantSpec("int8", PerTensor()),
-}
+    "none": None, "symmetric": QuantSpec("int8", PerToken(), quant_min=-127),
+    "asymmetric": QuantSpec("int8", PerToken(), MappingType.ASYMMETRIC), "tensor": QuantSpec("int8", PerTensor()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -266,7 +266,7 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
         "take the same data",
     ),
     (lambda: quantize_(Model(1), gptq(INT3, [])), "at least one batch"),
-    (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs .*float32 \(4, 9, 16\); write \["),
+    (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs, got .*float32 \(4, 9, 16\); write \["),
     (lambda: quantize_(Model(1), gptq(INT3, "text")), "a list of inputs, got 'text'"),
     (lambda: quantize_(Model(1), gptq(INT3, [*batches(), torch.ones(1, 0, 16)])), "batch 3 is empty"),
     (

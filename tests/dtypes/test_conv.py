@@ -1,7 +1,6 @@
 """Convolutions with a quantized weight: torch's of the dequantized weight, or exact sums of the windows' codes."""
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
 from tests.dtypes.specs import OTHER_LAYOUTS, SPECS, WEIGHT_ONLY
 from tests.dtypes.specs import quantized as quantized_matrix
+from tests.refusals import message_of
 from tests.rounding import assert_same_sums
 
 BUILT = compiled_library.library() is not None
@@ -262,30 +262,17 @@ def test_it_shows_the_shape_of_the_weight_and_can_be_cut(weight: ConvWeight) -> 
         assert torch.equal(part.dequantize(), wanted)
 
 
-def message_of(operation: object) -> str:
-    with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
-        operation()
-    return f"{error.type.__name__}: {error.value}"
-
-
 def test_what_does_not_fit_says_so() -> None:
     x, weight, _ = operands("int8 row, int8 token", 2)
-    operations: Sequence[object] = [
-        lambda: functional.conv2d(x[:, :8], weight),
-        lambda: functional.conv2d(x, weight, groups=3),
+    operations = [
+        lambda: functional.conv2d(x[:, :8], weight), lambda: functional.conv2d(x, weight, groups=3),
         lambda: functional.conv2d(x, weight, stride=2, padding="same"),
-        lambda: functional.conv2d(x, weight, padding="reflect"),
-        lambda: functional.conv2d(x, weight, stride=(1, 2, 3)),
-        lambda: functional.conv2d(x, weight, dilation=9),
-        lambda: functional.conv1d(x, weight),
-        lambda: functional.conv2d(x.long(), weight),
-        lambda: functional.conv2d(x, weight.matrix),
-        lambda: functional.conv2d(x, weight.to("meta")),
-        lambda: ConvWeight.of(weight.matrix, (8, 3, 3, 3)),
-        lambda: weight.transpose(0, 1),
-        lambda: weight[:, :2],
-        lambda: functional.linear(x, weight),
-    ]
+        lambda: functional.conv2d(x, weight, padding="reflect"), lambda: functional.conv2d(x, weight, stride=(1, 2, 3)),
+        lambda: functional.conv2d(x, weight, dilation=9), lambda: functional.conv1d(x, weight),
+        lambda: functional.conv2d(x.long(), weight), lambda: functional.conv2d(x, weight.matrix),
+        lambda: functional.conv2d(x, weight.to("meta")), lambda: ConvWeight.of(weight.matrix, (8, 3, 3, 3)),
+        lambda: weight.transpose(0, 1), lambda: weight[:, :2], lambda: functional.linear(x, weight),
+    ]  # fmt: skip
     assert_expected_inline(
         "\n".join(map(message_of, operations)),
         """\

@@ -16,11 +16,9 @@ from tests.refusals import refuses
 
 # Sums of integers, then the same elementwise operations in fp32.
 EXACT = {
-    "int8_dynamic_activation_int8_weight",
-    "int8_dynamic_activation_int8_semi_sparse_weight",
-    "int8_dynamic_activation_int4_weight",
-    "int8_static_activation_int8_weight",
-}
+    "int8_dynamic_activation_int8_weight", "int8_dynamic_activation_int8_semi_sparse_weight",
+    "int8_dynamic_activation_int4_weight", "int8_static_activation_int8_weight",
+}  # fmt: skip
 NAMESPACES = {"aten", "quantized_decomposed", "_operator", "_assert_tensor_metadata"}
 
 

@@ -15,12 +15,10 @@ from tests.refusals import refuses
 
 ACTIVATIONS = {"weight-only": None, "int8": TOKEN, "asymmetric": ASYMMETRIC_TOKEN}
 WEIGHTS = {
-    "int8 row": QuantSpec("int8", quant_min=-127),
-    "int8 group": QuantSpec("int8", PerGroup(16)),
-    "int4 group": QuantSpec("int4", PerGroup(16)),
-    "int4 row": QuantSpec("int4", PerRow()),
+    "int8 row": QuantSpec("int8", quant_min=-127), "int8 group": QuantSpec("int8", PerGroup(16)),
+    "int4 group": QuantSpec("int4", PerGroup(16)), "int4 row": QuantSpec("int4", PerRow()),
     "int3 group": QuantSpec("int3", PerGroup(32)),
-}
+}  # fmt: skip
 VARIANTS = [pytest.param(None, id="torch"), *BUILDS]
 LEAST = {torch.float32: 110, torch.float16: 50, torch.bfloat16: 35}
 """SQNR of a product whose sums are taken in another order."""

@@ -35,12 +35,9 @@ def same_plain(a: AffineQuantizedTensor, b: AffineQuantizedTensor) -> bool:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    n=st.integers(0, 150),
-    groups=st.integers(1, 5),
-    group=st.sampled_from([32, 64, 128, 256]),
-    inner_k_tiles=st.sampled_from([2, 4, 8]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-)
+    n=st.integers(0, 150), groups=st.integers(1, 5), group=st.sampled_from([32, 64, 128, 256]),
+    inner_k_tiles=st.sampled_from([2, 4, 8]), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)  # fmt: skip
 def test_a_bijection(n: int, groups: int, group: int, inner_k_tiles: int, dtype: torch.dtype) -> None:
     w = AffineQuantizedTensor.from_float(torch.randn(n, groups * group, dtype=dtype), spec(group))
     packed = w.to_layout(TensorCoreTiledLayout(inner_k_tiles))

@@ -168,11 +168,9 @@ def test_quantize_undoes_dequantize(code: str, scale: float, zero_point: int, do
 
 @PROPERTY
 @given(
-    x=st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=20),
-    scale=st.floats(2**-10, 1024, width=32),
-    zero_point=st.integers(-8, 7),
-    domain=st.sampled_from(ZeroPointDomain),
-)
+    x=st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=20), scale=st.floats(2**-10, 1024, width=32),
+    zero_point=st.integers(-8, 7), domain=st.sampled_from(ZeroPointDomain),
+)  # fmt: skip
 def test_quantize_is_monotonic(x: list[float], scale: float, zero_point: int, domain: ZeroPointDomain) -> None:
     s, z = torch.tensor([scale]), torch.tensor([zero_point])
     ordered = torch.tensor(x).sort().values

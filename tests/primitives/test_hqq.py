@@ -84,16 +84,12 @@ def test_no_block_is_worse_in_any_granularity(
 # Mean |error|^p of HQQ over that of min-max, at most, of Student's t; then of normal weights the SQNR in dB, at least
 # and at most, and its gain over min-max, at least. In groups of 32.
 BOUNDS = [
-    (ASYMMETRIC, INT, 4, 0.97, 21.8, 22.6, 0.25),
-    (ASYMMETRIC, INT, 3, 0.92, 15.4, 16.3, 0.45),
-    (ASYMMETRIC, INT, 2, 0.84, 9.0, 10.0, 1.4),
-    (ASYMMETRIC, FLOAT, 4, 0.97, 22.4, 23.2, 0.5),
-    (ASYMMETRIC, FLOAT, 3, 0.93, 16.0, 16.9, 0.75),
-    (ASYMMETRIC, FLOAT, 2, 0.83, 9.9, 10.8, 1.8),
-    (SYMMETRIC, INT, 4, 0.91, 20.7, 21.7, 0.5),
-    (SYMMETRIC, INT, 3, 0.85, 14.4, 15.4, 0.75),
+    (ASYMMETRIC, INT, 4, 0.97, 21.8, 22.6, 0.25), (ASYMMETRIC, INT, 3, 0.92, 15.4, 16.3, 0.45),
+    (ASYMMETRIC, INT, 2, 0.84, 9.0, 10.0, 1.4), (ASYMMETRIC, FLOAT, 4, 0.97, 22.4, 23.2, 0.5),
+    (ASYMMETRIC, FLOAT, 3, 0.93, 16.0, 16.9, 0.75), (ASYMMETRIC, FLOAT, 2, 0.83, 9.9, 10.8, 1.8),
+    (SYMMETRIC, INT, 4, 0.91, 20.7, 21.7, 0.5), (SYMMETRIC, INT, 3, 0.85, 14.4, 15.4, 0.75),
     (SYMMETRIC, INT, 2, 0.83, 8.1, 9.1, 1.6),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mapping", "domain", "bits", "ratio", "low", "high", "gain"), [

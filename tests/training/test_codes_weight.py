@@ -173,16 +173,12 @@ def test_other_optimizers(kind: type) -> None:
 
 
 MASTER_RECIPES = [
-    training.int8_mixed_precision_training(),
-    training.float8_training(),
-    training.mxfp8_training(),
+    training.int8_mixed_precision_training(), training.float8_training(), training.mxfp8_training(),
     training.nvfp4_training(stochastic_rounding=False, hadamard=False),
-    training.mxfp4_training(stochastic_rounding=False, hadamard=False),
-    training.int8_tilewise_training(),
-    training.switchback_training(),
-    training.qat(int4_weight_only(group_size=32)),
+    training.mxfp4_training(stochastic_rounding=False, hadamard=False), training.int8_tilewise_training(),
+    training.switchback_training(), training.qat(int4_weight_only(group_size=32)),
     training.qat(int8_dynamic_activation_int8_weight()),
-]
+]  # fmt: skip
 BF16 = torch.bfloat16
 
 

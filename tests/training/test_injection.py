@@ -77,11 +77,9 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "grouped_mm, batched": (functional.grouped_mm, [(3, 4, 16), (3, 16, 8)]),
 }
 TWO_SITES = {
-    "attention": [":scores", ":values"],
-    "bilinear": [":bilinear", ":bilinear.1"],
-    "einsum, three": [":einsum", ":einsum.1"],
-    "multi_dot": [":multi_dot", ":multi_dot.1"],
-}
+    "attention": [":scores", ":values"], "bilinear": [":bilinear", ":bilinear.1"],
+    "einsum, three": [":einsum", ":einsum.1"], "multi_dot": [":multi_dot", ":multi_dot.1"],
+}  # fmt: skip
 """Names of call sites that are not the first word of the name above."""
 
 

@@ -212,11 +212,9 @@ def test_a_square_block_has_one_scale_in_rows(name: str) -> None:
 
 
 LORA_RECIPES = [
-    qtorch.int8_dynamic_activation_int4_weight(),
-    qtorch.int8_dynamic_activation_int8_weight(),
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.nf4_weight_only(group_size=32),
-]
+    qtorch.int8_dynamic_activation_int4_weight(), qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int4_weight_only(group_size=32), qtorch.nf4_weight_only(group_size=32),
+]  # fmt: skip
 every_recipe = pytest.mark.parametrize("recipe", LORA_RECIPES, ids=lambda recipe: recipe.name)
 
 

@@ -75,20 +75,14 @@ def test_over_1000_tokens_are_those_of_the_trainer_before_and_after_updates(reci
 def test_functions_are_those_of_torch_and_do_not_depend_on_the_batch() -> None:
     x, w = torch.randn(5, 7, 33), torch.randn(9, 33)
     functions = {
-        "sum": lambda x: x.sum(-1, keepdim=True),
-        "mean": lambda x: x.mean(-1, True),
-        "softmax": lambda x: functional.softmax(x, -1),
-        "log_softmax": lambda x: torch.log_softmax(x, dim=-1),
-        "logsumexp": lambda x: x.logsumexp(-1, keepdim=True),
-        "linear": lambda x: functional.linear(x, w, w[:, 0]),
-        "matmul": lambda x: x @ w.t(),
-        "rms_norm": lambda x: functional.rms_norm(x, (33,), w[0]),
-        "layer_norm": lambda x: functional.layer_norm(x, (33,), w[0], w[1]),
-        "silu": functional.silu,
-        "sigmoid": torch.sigmoid,
-        "gelu": functional.gelu,
+        "sum": lambda x: x.sum(-1, keepdim=True), "mean": lambda x: x.mean(-1, True),
+        "softmax": lambda x: functional.softmax(x, -1), "log_softmax": lambda x: torch.log_softmax(x, dim=-1),
+        "logsumexp": lambda x: x.logsumexp(-1, keepdim=True), "linear": lambda x: functional.linear(x, w, w[:, 0]),
+        "matmul": lambda x: x @ w.t(), "rms_norm": lambda x: functional.rms_norm(x, (33,), w[0]),
+        "layer_norm": lambda x: functional.layer_norm(x, (33,), w[0], w[1]), "silu": functional.silu,
+        "sigmoid": torch.sigmoid, "gelu": functional.gelu,
         "gelu of tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    }
+    }  # fmt: skip
     for name, function in functions.items():
         ours = x.clone().requires_grad_()
         with batch_invariant():

@@ -152,13 +152,10 @@ BY_NAME = {
     r".*": "int4_weight_only(group_size=32)",
 }
 RECIPES: dict[str, Any] = {
-    "int8": "int8_weight_only()",
-    "w8a8": "int8_dynamic_activation_int8_weight()",
-    "int4": "int4_weight_only(group_size=32)",
-    "nf4": "nf4_weight_only(group_size=32, double_quantize=False)",
-    "float8": "float8_weight_only()",
-    "by_name": BY_NAME,
-}
+    "int8": "int8_weight_only()", "w8a8": "int8_dynamic_activation_int8_weight()",
+    "int4": "int4_weight_only(group_size=32)", "nf4": "nf4_weight_only(group_size=32, double_quantize=False)",
+    "float8": "float8_weight_only()", "by_name": BY_NAME,
+}  # fmt: skip
 """As the command line takes them."""
 
 WITH_ALL_RECIPES = (

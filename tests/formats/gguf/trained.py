@@ -15,18 +15,12 @@ SIZES = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {"tie_word_embeddings": False},
-    "Qwen3": {"tie_word_embeddings": True},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Mistral": {},
-    "Qwen2": {},
-    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 256},
-    "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True},
-    "Gemma": {"hidden_act": "gelu_pytorch_tanh"},
-    "Gemma2": {"query_pre_attn_scalar": 64},
-    "Gemma3": {"query_pre_attn_scalar": 64, "sliding_window": 64},
-    "Phi3": {},
-}
+    "Llama": {"tie_word_embeddings": False}, "Qwen3": {"tie_word_embeddings": True},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "Mistral": {}, "Qwen2": {},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 256}, "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True},
+    "Gemma": {"hidden_act": "gelu_pytorch_tanh"}, "Gemma2": {"query_pre_attn_scalar": 64},
+    "Gemma3": {"query_pre_attn_scalar": 64, "sliding_window": 64}, "Phi3": {},
+}  # fmt: skip
 
 
 def built(name: str, **options: Any) -> Any:

@@ -222,18 +222,12 @@ def test_quantized_after_get_peft_model_and_dequantized() -> None:
 
 WITHOUT_TARGETS = ("ADAPTION_PROMPT", "LN_TUNING", "SHADOW", "TRAINABLE_TOKENS")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ADALORA": {"total_step": 10, "tinit": 2, "tfinal": 2},
-    "ADAPTION_PROMPT": {"adapter_layers": 1, "adapter_len": 4},
-    "C3A": {"block_size": 16},
-    "IA3": {"feedforward_modules": []},
-    "MULTITASK_PROMPT_TUNING": {"num_tasks": 2},
-    "OFT": {"r": 0, "oft_block_size": 16},
-    "POLY": {"n_tasks": 2},
-    "ROAD": {"group_size": 16},
-    "TRAINABLE_TOKENS": {"token_indices": IDS[0, :2].tolist()},
-    "VBLORA": {"vector_length": 16, "num_vectors": 8},
+    "ADALORA": {"total_step": 10, "tinit": 2, "tfinal": 2}, "ADAPTION_PROMPT": {"adapter_layers": 1, "adapter_len": 4},
+    "C3A": {"block_size": 16}, "IA3": {"feedforward_modules": []}, "MULTITASK_PROMPT_TUNING": {"num_tasks": 2},
+    "OFT": {"r": 0, "oft_block_size": 16}, "POLY": {"n_tasks": 2}, "ROAD": {"group_size": 16},
+    "TRAINABLE_TOKENS": {"token_indices": IDS[0, :2].tolist()}, "VBLORA": {"vector_length": 16, "num_vectors": 8},
     "WAVEFT": {"n_frequency": 64},
-}
+}  # fmt: skip
 GENERAL = {"target_modules": models.TARGETS, "r": 4, "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 OTHERS = {"XLORA", "FROD"}  # a mixture of trained LoRA adapters; refused, below
 

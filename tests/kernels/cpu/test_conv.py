@@ -67,11 +67,9 @@ def with_static(conv: nn.Module, name: str, scale: float = 0.03) -> nn.Module:
     """The convolution with a static activation."""
     spec, zero = STATIC[name]
     matrix = AffineQuantizedTensor.from_float(
-        to_matrix(conv.weight.detach()),
-        qtorch.LinearSpec(WEIGHT, spec, static=True),
-        torch.full((1, 1), scale),
+        to_matrix(conv.weight.detach()), qtorch.LinearSpec(WEIGHT, spec, static=True), torch.full((1, 1), scale),
         None if zero is None else torch.full((1, 1), zero, dtype=torch.int8),
-    )
+    )  # fmt: skip
     conv.weight = nn.Parameter(ConvWeight.of(matrix, conv.weight.shape), False)
     return conv
 

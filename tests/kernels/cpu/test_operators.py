@@ -51,11 +51,9 @@ def test_the_same_bits_and_the_same_kernel(case, variant):
 
 
 RECIPES = [
-    qtorch.int8_weight_only(),
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32), qtorch.int8_dynamic_activation_int8_weight(),
     qtorch.int8_dynamic_activation_int4_weight(),
-]
+]  # fmt: skip
 
 
 @NEEDS_OPERATORS
