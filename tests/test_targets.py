@@ -239,9 +239,7 @@ def test_padded_groups_have_the_numbers_of_a_weight_with_zeros(recipe: qtorch.re
 
 
 @pytest.mark.skipif(qtorch.kernels.cpu.compiled_library.library() is None, reason="nothing is built")
-@pytest.mark.parametrize(
-    ("recipe", "kernel"), [(GROUPED[0], "cpu_weight_only_mm"), (GROUPED[1], "cpu_int8_mm")], ids=str
-)
+@pytest.mark.parametrize(("recipe", "kernel"), [(GROUPED[0], "cpu_weight_only_mm"), (GROUPED[1], "cpu_int8_mm")])
 def test_kernels_of_padded_weights(recipe: qtorch.recipes.base.WeightRecipe, kernel: str) -> None:
     model, x = net(72, 48), torch.randn(5, 72)
     (row,) = quantize_(model, recipe, on_misfit="pad").quantized

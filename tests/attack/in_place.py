@@ -52,9 +52,7 @@ def _change(way: Way, values: Callable[[Tensor], Tensor], refuses: str | None, s
                 same(got, outputs(copy.deepcopy(layer)), f"{state}: not the output of a copy of it")
                 before = outputs(pristine)
                 wanted = outputs(subject.fresh(new, pristine))
-                if values is _to_other_row and (
-                    subject.stochastic or not subject.trains
-                ):  # the others keep their codes
+                if values is _to_other_row and (subject.stochastic or not subject.trains):  # others keep their codes
                     wanted = [torch.cat([y[:, :1], y0[:, 1:]], 1) for y, y0 in zip(wanted, before)]
                 bound = 0.4 if subject.stochastic else 2e-5
                 same(got, wanted, f"{state}: not the output of a layer with the new numbers", bound)

@@ -132,9 +132,7 @@ def test_gradients_and_square_weights() -> None:
     assert type(layer.weight) is nn.Parameter
 
 
-@pytest.mark.parametrize(
-    "wrap", [qtorch.training.int8_mixed_precision_training, qtorch.training.qat], ids=lambda f: f.name
-)
+@pytest.mark.parametrize("wrap", [qtorch.training.int8_mixed_precision_training, qtorch.training.qat], ids=str)
 def test_training_along_the_contracted_axis(wrap: type) -> None:
     """A layer that is stored (inputs, outputs) trains and converts as the linear layer of the same numbers."""
     transformers = pytest.importorskip("transformers.pytorch_utils")

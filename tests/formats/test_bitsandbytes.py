@@ -79,21 +79,19 @@ def test_blocks_that_end_inside_rows(inputs: int, blocksize: int, part: int, nes
 
 
 def test_tiny_parts_and_int8(tmp_path: Path) -> None:
-    tensors, _ = layer("nf4", False, shape=(8, 100))
-    refused(folder(tmp_path, tensors), (8, 100), r"layer.weight: groups of 64 in rows of 100 end inside rows")
-    tensors, wanted = layer("nf4", True)
-    file = write(tmp_path / "alone", tensors) / "model.safetensors"
+    parts, _ = layer("nf4", False, shape=(8, 100))
+    refused(folder(tmp_path, parts), (8, 100), r"layer.weight: groups of 64 in rows of 100 end inside rows")
+    parts, wanted = layer("nf4", True)
+    file = write(tmp_path / "alone", parts) / "model.safetensors"
     model = load_quantized(Layer(*SHAPE), file)
     assert torch.equal(model.layer.weight.dequantize(), wanted)
     # Codes are exact. Numbers are rounded once more or less than by bitsandbytes, which multiplies by 1 / 127 last.
     weight = torch.randn(OUTPUTS, INPUTS).half()
     codes, scb, _ = functional.int8_vectorwise_quant(weight)
     stored = {"layer.weight": codes, "layer.SCB": scb, "layer.weight_format": torch.tensor(0, dtype=torch.uint8)}
-    tensors = {**stored, **plain_tensors(INPUTS, torch.float32)}
+    parts = {**stored, **plain_tensors(INPUTS, torch.float32)}
     wanted = codes.float() * (scb / 127).reshape(-1, 1)
-    loaded = check(
-        folder(tmp_path, tensors, "float32", load_in_8bit=True), wanted, "cpu_weight_only_mm", 8 + 32 / INPUTS
-    )
+    loaded = check(folder(tmp_path, parts, "float32", load_in_8bit=True), wanted, "cpu_weight_only_mm", 8 + 32 / INPUTS)
     assert torch.equal(loaded.inner_tensors["qdata"], codes)
     theirs = functional.int8_vectorwise_dequant(codes, scb)
     difference = ((loaded.dequantize() - theirs).abs() / theirs.abs().clamp(min=1e-9)).max()

@@ -71,16 +71,14 @@ def test_in_torch(dtype):
     """The weight, and its transpose, of which a gradient is made."""
     for n, k, group in SIZES:
         for kind in (RotatedVectorSpec, VectorSpec):
-            weight, x = weight_of(n, k, group, dtype, kind), torch.randn(5, k).to(dtype).requires_grad_()
+            w, x = weight_of(n, k, group, dtype, kind), torch.randn(5, k).to(dtype).requires_grad_()
             with qtorch.kernels.record_kernels() as ran:
-                y = nn.functional.linear(x, weight)
+                y = nn.functional.linear(x, w)
                 y.sum().backward()
             kernel = "linear:vector_codebook_mm"
             assert [name for name in ran if "linear" in name] == [kernel, kernel]
-            assert compute_error(reference.linear(x, weight, None), y) > LEAST[dtype]
-            assert (
-                compute_error(weight.dequantize(torch.float32).sum(0).expand(5, -1), x.grad.float()) > LEAST[dtype] - 10
-            )
+            assert compute_error(reference.linear(x, w, None), y) > LEAST[dtype]
+            assert compute_error(w.dequantize(torch.float32).sum(0).expand(5, -1), x.grad.float()) > LEAST[dtype] - 10
 
 
 @pytest.mark.parametrize(

@@ -162,9 +162,7 @@ def test_saved_with_the_model() -> None:
     again.load_state_dict(optimizer.state_dict())
     assert resumed[0].contraction_state.steps == 4
     for other in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
-        assert all(
-            torch.equal(a, b) for a, b in zip(other.state_dict().values(), part.state_dict().values(), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(*(m.state_dict().values() for m in (other, part)), strict=True))
     training.advance_with(again, resumed)
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):

@@ -191,9 +191,7 @@ def train(made: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 40) ->
     return loss.item()
 
 
-@pytest.mark.parametrize(
-    "recipe", [ALL[0], training.bitnet_training(), ALL[10], ALL[11]], ids=lambda recipe: recipe.name
-)
+@pytest.mark.parametrize("recipe", [ALL[0], training.bitnet_training(), ALL[10], ALL[11]], ids=lambda r: r.name)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:
