@@ -49,16 +49,6 @@ def equal(model: nn.Module, other: nn.Module) -> None:
 
 
 # --- tasks ---
-def test_sizes_before_there_is_a_model() -> None:
-    with torch.device("meta"):
-        model = mlp()
-    planned, done = quantize_(model, INT8, dry_run=True), quantize_(mlp(), INT8)
-    assert [row.bytes_after for row in planned.layers] == [row.bytes_after for row in done.layers]
-    assert planned.model_bytes_after == done.model_bytes_after
-    assert all(row.sqnr is None and row.kernel is None for row in planned.layers)
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
 def test_compiled_or_not_is_the_same_file(tmp_path: Path) -> None:
     """Of a whole model, and of a layer; a state dict; and a file of the time when names had a prefix."""
     compiled, plain = torch.compile(mlp(), backend="eager"), mlp()
