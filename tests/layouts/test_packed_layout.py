@@ -169,6 +169,7 @@ def test_strided_codes_and_wide_dtypes(bits: int) -> None:
     codes = torch.randint(0, 2**bits, (9, 16))
     packed = pack_bits(codes.T, bits)
     assert torch.equal(packed, pack_bits(codes.T.contiguous().to(torch.uint8), bits))
+    assert bits == 8 or packed.shape[1] == qtorch.primitives.layouts.packed_length(9, bits) == 2 * bits
     assert torch.equal(unpack_bits(packed, bits, 9, dtype=torch.int64), codes.T)
     assert torch.equal(unpack_bits(packed.T, bits, 9, 0), codes)
 
