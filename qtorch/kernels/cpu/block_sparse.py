@@ -11,7 +11,8 @@ from torch import Tensor
 from ...primitives.layouts.packed import can_pack_bits
 from ...primitives.tracing import is_compiling
 from ..custom_ops import note, opaque, recording
-from ..linear import block_sparse, scaled
+from ..linear import scaled
+from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
 from ..ops.quantize import Quantized, quantize_input
 from ..registry import Problem, from_rows, needs_floats, to_rows
 from . import int8_linear, weight, weight_only
@@ -51,9 +52,9 @@ def cpu_block_sparse_mm(
     def in_torch() -> Tensor:
         note("cpu_block_sparse_mm.torch")
         if xs is not None:
-            y = block_sparse.block_sparse_int8_mm(x, xs, xz, codes, columns, scale, weight_dtype, dtype)
+            y = block_sparse_int8_mm(x, xs, xz, codes, columns, scale, weight_dtype, dtype)
         else:
-            y = block_sparse.block_sparse_weight_mm(x, codes, columns, scale, weight_dtype, low, high)
+            y = block_sparse_weight_mm(x, codes, columns, scale, weight_dtype, low, high)
         return y if bias is None else y.add_(bias)
 
     if compiled is None:

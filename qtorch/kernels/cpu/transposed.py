@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...primitives import CodebookSpec, qdtype
 from ..custom_ops import note, opaque
-from ..linear import scaled, weight_only
+from ..linear import scaled
 from ..linear.lut_weight_only import lut_weight_mm
+from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, needs_matrix, to_rows
 from . import code_values, compiled_library, weight
@@ -44,7 +45,7 @@ def cpu_transposed_mm(
         if table is not None:
             return lut_weight_mm(x, codes, scale, table, qdtype(dtype).bits if packed else 8, 0 if packed else 1, k)
         if packed:
-            return weight_only.packed_weight_mm(x, codes, k, -2, scale, zero_point, dtype, low, high, domain)
+            return packed_weight_mm(x, codes, k, -2, scale, zero_point, dtype, low, high, domain)
         return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
     note(f"cpu_transposed_mm.{made.compiled.instruction_set}")
     numbers = Dequantized(made.compiled, made.fields, n, k, x.dtype)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ...primitives import CodebookSpec, Scheme, is_compiling, qdtype
 from ..config import generation
 from ..custom_ops import implement, note, opaque, portable, recording
-from ..linear import lut_weight_only, scaled, vector_codebook, weight_only
+from ..linear import lut_weight_only, scaled, vector_codebook
+from ..linear.weight_only import packed_weight_mm
 from ..ops.quantize import error_norms
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, choose, from_rows, needs_floats, to_rows
@@ -187,7 +188,7 @@ def _in_torch(
     scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str, low: float, high: float, domain: str,
 ) -> Tensor:  # fmt: skip
     if packed:
-        return weight_only.packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
+        return packed_weight_mm(x, codes, n, -1, scale, zero_point, dtype, low, high, domain)
     return weight_only_mm(x, codes, scale, zero_point, dtype, low, high, domain)
 
 
