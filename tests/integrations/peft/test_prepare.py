@@ -45,7 +45,7 @@ def test_preparation() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters())
     model = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    refuses("call quantize_ first", lambda: prepare_for_adapters(model))
+    refuses("is quantized; call quantize_", lambda: prepare_for_adapters(model))
     quantize_(model, RECIPES["int8"])
     refuses("pass gradient_checkpointing=False", lambda: prepare_for_adapters(model))
     prepare_for_adapters(model, gradient_checkpointing=False)
