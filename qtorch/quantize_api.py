@@ -18,9 +18,8 @@ from tqdm import tqdm
 
 from .dtypes import QuantizedTensor
 from .kernels.registry import advice
+from .model import misfit
 from .model.install import Change, PreparedModule, all_or_nothing, check_model, install, keep_attributes, tell
-from .model.misfit import Check, OnMisfit, coarser
-from .model.misfit import choose as choose_fitting
 from .model.module_repr import get_model_size_in_bytes, show_quantized
 from .model.report import QuantizeReport, quantized_row, skipped_row, warn_of_few_tokens, why_nothing
 from .model.targets import Filter, Reach, Refused, Target, find_targets, named_errors
@@ -53,7 +52,7 @@ def quantize_(
     filter_fn: Filter | None = None,
     *,
     targets: Reach = "linear",
-    on_misfit: OnMisfit = "error",
+    on_misfit: misfit.OnMisfit = "error",
     device: torch.device | str | None = None,
     dry_run: bool = False,
     progress: bool = False,
@@ -130,7 +129,7 @@ def quantize_(
             if device is not None:
                 check_has_values(target.parameter, recipe)
 
-    choose_fitting(found, on_misfit, check)
+    misfit.choose(found, on_misfit, check)
     if not any(target.recipe for target in found):
         raise ValueError(f"quantize_: nothing to quantize: {why_nothing(found)}")
     place(found)
@@ -297,7 +296,7 @@ def place(targets: list[Target[Recipe]]) -> None:
             target.slot.recipe = recipe.placed(index, len(group))
 
 
-def check_targets(targets: list[Target[Recipe]], check: Check, outcome: str = "") -> None:
+def check_targets(targets: list[Target[Recipe]], check: misfit.Check, outcome: str = "") -> None:
     """Raise one `Refused` for all targets that `check` refuses; the message says `outcome` after the problems."""
     problems: dict[str, Target[Recipe] | None] = {}
     for target in targets:
@@ -318,7 +317,7 @@ def check_targets(targets: list[Target[Recipe]], check: Check, outcome: str = ""
     for target in indivisible:
         recipe = target.recipe
         assert recipe is not None
-        fitting = coarser(target, recipe, check)
+        fitting = misfit.coarser(target, recipe, check)
         entry = f"{fitting},  # or None" if fitting is not recipe else "None,"
         message += f'\n"{target.slot.label}": {entry}'
     raise Refused(message)

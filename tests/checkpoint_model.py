@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import qtorch
-from qtorch.recipes.base import Recipe
 
 INT8 = qtorch.int8_weight_only()
 RECIPES = [
@@ -50,7 +49,7 @@ SMALL = 1000
 """Bytes of a shard that make several of this model."""
 
 
-def quantized(recipe: Recipe = INT8) -> Model:
+def quantized(recipe: qtorch.recipes.base.Recipe = INT8) -> Model:
     model = Model()
     qtorch.quantize_(model, {"fc": recipe, "experts": recipe, "embed": INT8})
     return model.eval()

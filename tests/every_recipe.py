@@ -6,12 +6,9 @@ from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 
 # Of recipes that need some.
 ARGUMENTS: dict[str, tuple] = {
-    "uintx_weight_only": ("uint3",),
-    "intx_weight_only": ("int5",),
-    "fpx_weight_only": (3, 2),
-    "float8_static_activation_float8_weight": (0.01,),
-    "int8_static_activation_int8_weight": (0.03,),
-}
+    "uintx_weight_only": ("uint3",), "intx_weight_only": ("int5",), "fpx_weight_only": (3, 2),
+    "float8_static_activation_float8_weight": (0.01,), "int8_static_activation_int8_weight": (0.03,),
+}  # fmt: skip
 
 
 def make(name: str, group_size: int | None = None) -> WeightRecipe:

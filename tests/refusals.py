@@ -16,3 +16,10 @@ def refusals(call: Callable[..., object], good: dict[str, object], *cases: tuple
     call(**good)
     for name, wrong, words in cases:
         refuses(words, lambda name=name, wrong=wrong: call(**{**good, name: wrong}))
+
+
+def message_of(call: Callable[[], object]) -> str:
+    """The error that the call raises, with its type."""
+    with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
+        call()
+    return f"{error.type.__name__}: {error.value}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import qtorch
 from qtorch import load_quantized, quantize_, quantize_checkpoint
@@ -17,17 +16,15 @@ from qtorch.calibration import AutoRound, auto, gptq
 from qtorch.calibration.engine.float_weights import Streamed
 from qtorch.checkpoint import hf_folder
 from qtorch.checkpoint.streaming.assignment import parameters_on_meta
-from qtorch.dtypes import QuantizedTensor
+from tests import fast_part, float_checkpoints
 from tests.calibration.test_resume import INT3, Model, assert_same, batches, bits, made
-from tests.fast_part import slow_but
-from tests.float_checkpoints import save_shards
 from tests.refusals import refuses
 
 INT4 = qtorch.int4_weight_only(group_size=32)
 
 
-def saved(model: nn.Module, folder: Path) -> Path:
-    return save_shards(dict(model.state_dict()), folder, 2)
+def saved(model: torch.nn.Module, folder: Path) -> Path:
+    return float_checkpoints.save_shards(dict(model.state_dict()), folder, 2)
 
 
 def on_meta() -> Model:
@@ -35,7 +32,7 @@ def on_meta() -> Model:
         return Model()
 
 
-@pytest.mark.parametrize("make", slow_but([gptq], [gptq, auto, partial(auto, learn=AutoRound(5))]))
+@pytest.mark.parametrize("make", fast_part.slow_but([gptq], [gptq, auto, partial(auto, learn=AutoRound(5))]))
 def test_the_same_bits_as_quantize_(make: Any, tmp_path: Path) -> None:
     data = batches()
     source, model = saved(made(), tmp_path / "float"), on_meta()
@@ -83,7 +80,7 @@ def test_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     peaks: list[int] = []
     load = Streamed._load
 
-    def watched(self: Streamed, parameter: nn.Parameter) -> None:
+    def watched(self: Streamed, parameter: torch.nn.Parameter) -> None:
         load(self, parameter)
         peaks.append(sum(p.untyped_storage().nbytes() for p in self.parameters.values()))
 
@@ -103,7 +100,7 @@ def test_it_may_die_at_any_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     reads, dies_at = 0, -1
     read = hf_folder.FolderSource.tensor
 
-    def counted(self: Any, name: str) -> Tensor:
+    def counted(self: Any, name: str) -> torch.Tensor:
         nonlocal reads
         reads += 1
         if reads == dies_at:
@@ -149,13 +146,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"llama": save_llama(root / "llama"), "mixtral": root / "mixtral"}
 
 
-def tokens() -> list[dict[str, Tensor]]:
+def tokens() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [{"input_ids": torch.randint(3, 60, (2, 16), generator=generator)} for _ in range(3)]
 
 
-@pytest.mark.parametrize("format", slow_but(["transformers"], ["transformers", "compressed-tensors"]))
-@pytest.mark.parametrize("name", slow_but(["mixtral"], ["llama", "mixtral"]))
+@pytest.mark.parametrize("format", fast_part.slow_but(["transformers"], ["transformers", "compressed-tensors"]))
+@pytest.mark.parametrize("name", fast_part.slow_but(["mixtral"], ["llama", "mixtral"]))
 def test_folders_of_transformers(name: str, format: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """The experts of Mixtral are one parameter in the model, and a matrix each in the folder."""
     from transformers import AutoModelForCausalLM
@@ -174,7 +171,7 @@ def test_folders_of_transformers(name: str, format: str, folders: dict[str, Path
     quantize_(wanted, asked)
     loaded = load_quantized(copy.deepcopy(wanted), tmp_path / "q")
     assert_same(bits(loaded), bits(wanted))
-    assert sum(isinstance(p, QuantizedTensor) for p in loaded.parameters()) > 5
+    assert sum(isinstance(p, qtorch.dtypes.QuantizedTensor) for p in loaded.parameters()) > 5
 
 
 @pytest.mark.parametrize(("blocks", "words"), [

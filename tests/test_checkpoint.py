@@ -121,9 +121,7 @@ model.safetensors""",
     save_quantized(nn.Linear(2, 2), path)
     path.with_name("other").touch()
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(path.with_name("other").stat().st_mode)
-    with pytest.raises(
-        IsADirectoryError, match=f"save_quantized: {tmp_path} is a folder; give the name of a file in it"
-    ):
+    with pytest.raises(IsADirectoryError, match=f"save_quantized: {tmp_path} is a folder; give the name of a file"):
         save_quantized(nn.Linear(2, 2), tmp_path)
     with pytest.raises(FileNotFoundError, match=f"save_quantized: there is no folder {tmp_path / 'no'}"):
         save_quantized(nn.Linear(2, 2), tmp_path / "no" / "model.safetensors")

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, load_quantized, quantize_, save_quantized
 from qtorch import save_quantized as save
-from qtorch.dtypes import ConvWeight, QuantizedTensor
 from qtorch.training import lora_qat, qat
+from tests import fast_part, quantize_model
 from tests.checkpoint_model import INT8, Model, contents, edit_header, error, meta, quantized
-from tests.fast_part import slow_but
-from tests.quantize_model import interrupted
 
 
 def frozen(weight: Tensor) -> nn.Parameter:
@@ -30,7 +28,7 @@ def matrix(*shape: int) -> nn.Parameter:
 
 
 def conv_weight(*shape: int) -> nn.Parameter:
-    return frozen(ConvWeight.from_float(torch.randn(shape), INT8.linear_spec()))
+    return frozen(qtorch.dtypes.ConvWeight.from_float(torch.randn(shape), INT8.linear_spec()))
 
 
 def with_parameter(shape: tuple[int, ...]) -> nn.Module:
@@ -133,7 +131,7 @@ def test_requires_grad_and_attributes(mmap: bool, path: Path) -> None:
     for model in (Model(), meta(), quantized()):
         for name, tensor in contents(model):
             tensor.tag = name
-            if not isinstance(tensor, QuantizedTensor):
+            if not isinstance(tensor, qtorch.dtypes.QuantizedTensor):
                 tensor.qdata = tensor.fast_linear = "mine"
         model.fc.bias.requires_grad_(False)
         before = dict(contents(model))
@@ -142,7 +140,7 @@ def test_requires_grad_and_attributes(mmap: bool, path: Path) -> None:
             assert tensor is not before[name]
             assert tensor.tag in (name, "embed.weight", "head.weight")
             assert not tensor.requires_grad
-            if isinstance(tensor, QuantizedTensor):
+            if isinstance(tensor, qtorch.dtypes.QuantizedTensor):
                 assert isinstance(tensor.qdata, Tensor)
                 assert tensor.fast_linear is None
     float_model = Model()
@@ -161,7 +159,7 @@ def installs(file: str) -> bool:
     return of_qtorch and ("checkpoint" in file or file.endswith("model/install.py"))
 
 
-@pytest.mark.parametrize("raises", slow_but([KeyboardInterrupt], [KeyboardInterrupt, MemoryError]))
+@pytest.mark.parametrize("raises", fast_part.slow_but([KeyboardInterrupt], [KeyboardInterrupt, MemoryError]))
 def test_interrupted_at_every_line(raises: type[BaseException], path: Path) -> None:
     """The old model or the new one; of the first lines, which only read, some are left out."""
 
@@ -174,13 +172,13 @@ def test_interrupted_at_every_line(raises: type[BaseException], path: Path) -> N
     lines = next(
         count
         for count in range(200, 4000, 50)
-        if not interrupted(lambda: load_quantized(build(), path), count, installs, raises)
+        if not quantize_model.interrupted(lambda: load_quantized(build(), path), count, installs, raises)
     )
     outcomes = set()
     for at in [*range(1, lines - 150, 7), *range(max(1, lines - 150), lines + 1)]:
         model = build()
         before = dict(contents(model))
-        interrupted(lambda model=model: load_quantized(model, path), at, installs, raises)
+        quantize_model.interrupted(lambda model=model: load_quantized(model, path), at, installs, raises)
         after = dict(contents(model))
         assert list(after) == list(before)
         is_old = {after[name] is before[name] for name in before}

@@ -9,10 +9,6 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import compute_error, dequantize_, explain, int8_weight_only, load_quantized, quantize_, save_quantized
-from qtorch.dtypes import ConvWeight, QuantizedTensor
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
-from qtorch.recipes.base import RECIPES
 from tests.every_recipe import NAMES, WEIGHT_ONLY, make
 
 CONVS = r"convs\.\d"
@@ -41,8 +37,8 @@ def test_every_recipe(name: str, tmp_path) -> None:
     wanted = model(X).detach()
     report = qtorch.quantize_(model, {CONVS: make(name, 32)})
     assert [layer.name for layer in report.quantized] == ["convs.0.weight", "convs.1.weight"]
-    assert all(type(conv.weight) is ConvWeight for conv in model.convs)
-    with torch.no_grad(), warnings.catch_warnings(), record_kernels() as ran:
+    assert all(type(conv.weight) is qtorch.dtypes.ConvWeight for conv in model.convs)
+    with torch.no_grad(), warnings.catch_warnings(), qtorch.kernels.record_kernels() as ran:
         warnings.simplefilter("ignore")  # of emulations
         y = model(X)
     explained = qtorch.explain(model)
@@ -68,7 +64,7 @@ def test_explain() -> None:
     assert (explained.problem.op, explained.problem.scheme.shape) == ("linear", (16, 288))
     assert explained.note.startswith("on windows of the input, gathered first")
     qtorch.quantize_(qtorch.dequantize_(layer), {"weight": qtorch.int8_weight_only()})
-    with compiled_library.use(None):
+    with qtorch.kernels.cpu.compiled_library.use(None):
         shown = str(qtorch.explain(layer))
     assert_expected_inline(
         shown,
@@ -90,7 +86,7 @@ TRAIN = ["int8_mixed_precision_training", "int8_weight_only_quantized_training",
 def test_training_recipes(name: str) -> None:
     """Trained for a step, converted, served: by the same sums of integers."""
     model = ConvNet()
-    qtorch.quantize_(model, {CONVS: RECIPES[name]()})
+    qtorch.quantize_(model, {CONVS: qtorch.recipes.base.RECIPES[name]()})
     assert model.convs[0].weight.shape == (64, 64, 3, 3)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     before = model.convs[0].weight.dequantize().detach().clone()
@@ -98,8 +94,8 @@ def test_training_recipes(name: str) -> None:
     optimizer.step()
     assert not torch.equal(before, model.convs[0].weight.dequantize())
     trained = model(X).detach()
-    qtorch.quantize_(model, RECIPES["convert"]())
-    assert type(model.convs[0].weight) is ConvWeight
+    qtorch.quantize_(model, qtorch.recipes.base.RECIPES["convert"]())
+    assert type(model.convs[0].weight) is qtorch.dtypes.ConvWeight
     y = model(X).detach()
     assert torch.equal(y, trained) if model.convs[0].weight.scheme.activation else qtorch.compute_error(trained, y) > 70
 
@@ -123,7 +119,7 @@ class Tied(nn.Module):
 
 
 def ran_by(model: nn.Module, ids: Tensor = IDS) -> tuple[Tensor, list[str]]:
-    with torch.no_grad(), warnings.catch_warnings(), record_kernels() as ran:
+    with torch.no_grad(), warnings.catch_warnings(), qtorch.kernels.record_kernels() as ran:
         warnings.simplefilter("error")
         y = model(ids)
     return y, [kernel for kernel in ran if ":" in kernel]
@@ -165,7 +161,7 @@ def test_a_tied_head_keeps_one_copy(name: str, kind: type[nn.Module], asked: str
     report = quantize_(model, {asked: make(name, 32)})
     assert len(report.quantized) == 1
     assert model.head.weight is model.embed.weight
-    assert isinstance(model.head.weight, QuantizedTensor)
+    assert isinstance(model.head.weight, qtorch.dtypes.QuantizedTensor)
     y, ran = ran_by(model)
     assert [kernel.partition(":")[0] for kernel in ran] == ["embedding", "linear"]
     assert not any(kernel.endswith(":reference") for kernel in ran)

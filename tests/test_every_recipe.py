@@ -20,10 +20,9 @@ from qtorch.kernels import FallbackError, record_kernels, registry
 from qtorch.kernels.linear import reference
 from qtorch.primitives import MSERule, from_json, to_json
 from qtorch.recipes.base import RECIPES, WeightRecipe
+from tests import fast_part, quantize_model
 from tests.every_recipe import FAMILIES, NAMES, WEIGHT_ONLY, has_group_size, make
-from tests.fast_part import slow_but
 from tests.golden.make import FOLDER, GOLDEN, layer_and_input
-from tests.quantize_model import same, state_of
 from tests.refusals import refuses
 from tests.rounding import EXTRA, gamma
 
@@ -116,9 +115,7 @@ CASES = [
 every_case = pytest.mark.parametrize(("recipe", "kernel", "sqnr", "bits"), CASES, ids=[str(case[0]) for case in CASES])
 
 GROUPED = [name for name in NAMES if isinstance(make(name, 32).linear_spec().weight.granularity, qtorch.PerGroup)]
-EMULATED = [
-    name for name in NAMES if name not in WEIGHT_ONLY and make(name).linear_spec().activation.dtype.is_floating_point
-]
+EMULATED = [n for n in NAMES if n not in WEIGHT_ONLY and make(n).linear_spec().activation.dtype.is_floating_point]
 FLOAT8 = ("dynamic_activation_float8", "static_activation_float8", "dynamic_activation_int4")
 every_recipe = pytest.mark.parametrize("name", NAMES)
 
@@ -200,7 +197,7 @@ def test_save_load_and_copy(recipe: WeightRecipe, kernel: str, sqnr: float, bits
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("name", slow_but(FAMILIES, NAMES))
+@pytest.mark.parametrize("name", fast_part.slow_but(FAMILIES, NAMES))
 def test_compile_traces_one_graph(name: str, grad: bool) -> None:
     recipe = make(name, 32)
     if grad and recipe.linear_spec().activation is None:
@@ -253,14 +250,14 @@ def test_zero_row_stays_zero(name: str) -> None:
 def test_groups_that_do_not_divide_the_row(name: str) -> None:
     """An error for the layer that does not fit, of its sizes, before the one that does is changed."""
     recipe, layers = make(name, 32), model(64, 72)
-    before, size = state_of(layers), recipe.linear_spec().weight.granularity.group_size
+    before, size = quantize_model.state_of(layers), recipe.linear_spec().weight.granularity.group_size
     with pytest.raises(ValueError, match=r"^quantize_: ") as error:
         quantize_(layers, recipe)
     what, unchanged, entry = str(error.value).splitlines()
     assert what == f"quantize_: 2: block_size (1, {size}) does not divide shape (8, 72): 72 % {size} along axis 1"
     assert unchanged.startswith("the model is unchanged; on_misfit=")
     assert entry.startswith(f'"2": {name}(' if has_group_size(recipe) else '"2": None,')
-    assert same(before, state_of(layers))
+    assert quantize_model.same(before, quantize_model.state_of(layers))
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(GROUPED)))
@@ -273,10 +270,10 @@ def test_without_groups_any_row_will_do(name: str) -> None:
 def test_weights_of_another_dtype(name: str, dtype: torch.dtype) -> None:
     layers = model(64, 64)
     layers[2].weight = nn.Parameter(layers[2].weight.detach().to(dtype), requires_grad=False)
-    before = state_of(layers)
+    before = quantize_model.state_of(layers)
     message = f"quantize_: 2: takes float32, float16 or bfloat16 weights, this one is {dtype}\nthe model is unchanged"
     refuses(f"^{re.escape(message)}$", lambda: quantize_(layers, make(name, 32)))
-    assert same(before, state_of(layers))
+    assert quantize_model.same(before, quantize_model.state_of(layers))
 
 
 @every_recipe

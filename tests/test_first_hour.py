@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import compute_error, dequantize_, explain, load_quantized, quantize_, quantize_checkpoint, save_quantized
+from qtorch import dequantize_, explain, load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.calibration import auto, gptq, observed
-from qtorch.dtypes import QuantizedTensor
 from qtorch.primitives.jsonable import _field_types
 from qtorch.recipes import int4_weight_only, int8_dynamic_activation_int4_weight, int8_weight_only
 from qtorch.recipes.base import RECIPES, Recipe
@@ -44,56 +43,12 @@ def inputs() -> Tensor:
     return torch.randn(4, 64)
 
 
-def near(model: nn.Module, other: nn.Module) -> None:
-    """They compute the same, but for what 8 or 4 bits round."""
-    x = inputs()
-    with torch.no_grad():
-        assert 12 < compute_error(other(x), model(x)) < 60
-
-
 def equal(model: nn.Module, other: nn.Module) -> None:
     x = inputs()
     assert torch.equal(model(x), other(x))
 
 
 # --- tasks ---
-def test_quantize_and_run() -> None:
-    model = mlp()
-    before = copy.deepcopy(model)
-    report = quantize_(model, INT8)
-    assert str(report).startswith("quantized 2 of 2 weights")
-    near(model, before)
-
-
-def test_sizes_before_there_is_a_model() -> None:
-    with torch.device("meta"):
-        model = mlp()
-    planned, done = quantize_(model, INT8, dry_run=True), quantize_(mlp(), INT8)
-    assert [row.bytes_after for row in planned.layers] == [row.bytes_after for row in done.layers]
-    assert planned.model_bytes_after == done.model_bytes_after
-    assert all(row.sqnr is None and row.kernel is None for row in planned.layers)
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_leave_a_layer_alone() -> None:
-    model = mlp()
-    quantize_(model, {"2": None, ".*": int4_weight_only(group_size=32)})
-    assert [isinstance(layer.weight, QuantizedTensor) for layer in (model[0], model[2])] == [True, False]
-
-
-def test_save_and_load(tmp_path: Path) -> None:
-    model = quantized()
-    save_quantized(model, tmp_path / "model.safetensors")
-    equal(load_quantized(mlp(), tmp_path / "model.safetensors"), model)
-
-
-def test_torch_save_and_load(tmp_path: Path) -> None:
-    model, fresh = quantized(), mlp()
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    fresh.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), assign=True)
-    equal(fresh, model)
-
-
 def test_compiled_or_not_is_the_same_file(tmp_path: Path) -> None:
     """Of a whole model, and of a layer; a state dict; and a file of the time when names had a prefix."""
     compiled, plain = torch.compile(mlp(), backend="eager"), mlp()
@@ -147,15 +102,6 @@ def test_train_for_four_bits() -> None:
     torch.testing.assert_close(model(x := inputs()), trained(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*on fewer tokens")
-def test_calibrate() -> None:
-    model, batches = mlp(), [inputs() for _ in range(3)]
-    before = copy.deepcopy(model)
-    report = quantize_(model, gptq(int4_weight_only(group_size=32), batches))
-    assert all(row.calibration.error < row.calibration.nearest_error for row in report.quantized)
-    near(model, before)
-
-
 def test_quantize_again() -> None:
     """Nothing is done twice, and the report says so; back to floats, and another recipe."""
     model = quantized()
@@ -205,7 +151,7 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda _: quantize_(mlp(), INT8).eval(), "in place: use the model itself"),
         (lambda _: quantize_(quantized(nn.Linear(64, 64)), int4_weight_only(32)), r"or dequantize_\(model\) first"),
         (lambda _: quantize_(nn.Linear(64, 64).double(), INT8), "takes float32, float16 or bfloat16 weights"),
-        (lambda _: quantize_(nn.Linear(64, 64, device="meta"), INT8), "without values to quantize.*load it first"),
+        (lambda _: quantize_(nn.Linear(64, 64, device="meta"), INT8), "without values for .*load it first"),
         (lambda _: explain(mlp()), "no weight of this Sequential is quantized"),
     ],
     "arguments of recipes": [
@@ -267,8 +213,8 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda _: gptq(int8_weight_only, [inputs()]), r"make one: int8_weight_only\(\)"),
         (lambda _: gptq([inputs()], INT8), "recipe takes an inference recipe such as int4_weight_only.*, got "),
         (lambda _: auto(INT8, 5), "batches takes Iterable, got 5"),
-        (lambda _: quantize_(mlp(), gptq(INT8, inputs())), r"a list of inputs of the model.*write \[batch\]"),
-        (lambda _: quantize_(mlp(), gptq(INT8, "text.txt")), "is a list of inputs of the model, got 'text.txt'"),
+        (lambda _: quantize_(mlp(), gptq(INT8, inputs())), r"a list of inputs, got .*write \[batch\]"),
+        (lambda _: quantize_(mlp(), gptq(INT8, "text.txt")), "is a list of inputs, got 'text.txt'"),
         (lambda _: quantize_(mlp(), gptq(INT8, [])), "it needs at least one batch"),
         (lambda _: quantize_(mlp(), observed(INT8, [inputs()])), r"does is int8_static_activation_int8_weight\(\)"),
     ],
@@ -319,9 +265,7 @@ MISTAKES["transformers"] = [
     (lambda _: quantize_(mlp(), pytest.importorskip("transformers").BitsAndBytesConfig()), "takes a recipe such as"),
     (lambda _: qtorch.kv_cache.quantized_cache(mlp()), "takes a model of transformers or its config"),
 ]
-CASES = [
-    pytest.param(*case, id=f"{area} {number}") for area, cases in MISTAKES.items() for number, case in enumerate(cases)
-]
+CASES = [pytest.param(*c, id=f"{area} {number}") for area, cases in MISTAKES.items() for number, c in enumerate(cases)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -346,14 +290,10 @@ def test_there_are_75_mistakes() -> None:
 def test_arguments_of_another_type(name: str) -> None:
     """Every argument of every recipe refuses a value of another type in one line, which names both."""
     needed = {
-        **every_recipe.ARGUMENTS,
-        **training_recipes.ARGUMENTS,
-        "block_sparse": (qtorch.int8_dynamic_activation_int8_weight(),),
-        "calibrated": (INT8, []),
-        "low_rank": (INT8,),
-        "importance_weighted": (qtorch.lut_weight_only(bits=3), []),
-        "padded": (INT8, 1),
-    }
+        **every_recipe.ARGUMENTS, **training_recipes.ARGUMENTS,
+        "block_sparse": (qtorch.int8_dynamic_activation_int8_weight(),), "calibrated": (INT8, []), "low_rank": (INT8,),
+        "importance_weighted": (qtorch.lut_weight_only(bits=3), []), "padded": (INT8, 1),
+    }  # fmt: skip
     recipe: Any = RECIPES[name]
     types = _field_types(recipe)
     good = dict(zip(types, needed.get(name, ())))
@@ -375,9 +315,7 @@ def test_dry_run_on_the_meta_device() -> None:
     recipes = [every_recipe.make(name, 32) for name in every_recipe.NAMES]
     recipes += [training_recipes.make(name) for name in training_recipes.NAMES]
     for recipe in recipes:
-        reports = [
-            quantize_(mlp().to(device), recipe, targets="all", dry_run=True, device="cpu") for device in ("cpu", "meta")
-        ]
+        reports = [quantize_(mlp().to(d), recipe, targets="all", dry_run=True, device="cpu") for d in ("cpu", "meta")]
         sizes = [[(row.name, row.bytes_after) for row in report.layers] for report in reports]
         assert sizes[0] == sizes[1], recipe
         assert all(row.sqnr is None and row.kernel is None for row in reports[1].layers)

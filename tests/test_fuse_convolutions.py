@@ -8,15 +8,12 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from benchmarks.conv_nets import BasicBlock, MobileNetV2, ResNet18
 from qtorch import MappingType, PerAxis, fuse_convolutions, quantize_
 from qtorch.calibration import observed
 from qtorch.integrations.fusion import FusedModel
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.training import fold_batch_norm
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.refusals import refuses
@@ -68,12 +65,12 @@ def network(name: str, kind: str) -> nn.Module:
 def test_networks(build: str, name: str, kind: str) -> None:
     model = network(name, kind)
     count = sum(isinstance(module, nn.Conv2d) for module in model.modules())
-    with compiled_library.use(build):
+    with qtorch.kernels.cpu.compiled_library.use(build):
         fused = fuse_convolutions(model, X)
         assert fused.report.exact
         assert len(fused.report.fused) == count
         assert not fused.report.skipped
-        with record_kernels() as ran, torch.no_grad():
+        with qtorch.kernels.record_kernels() as ran, torch.no_grad():
             fused(X)
         assert ran == [f"fused_conv.{build}"] * count
         for x in (X, X[:1], torch.randn(1, 3, 50, 33), X.to(memory_format=torch.channels_last)):
@@ -93,9 +90,9 @@ class Mixed(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        y = functional.relu(self.drop(self.first(x)), inplace=True)
+        y = nn.functional.relu(self.drop(self.first(x)), inplace=True)
         z = self.odd(self.grouped(y).relu_())
-        z = torch.add(z, functional.relu6(self.plain(y[:, :, 1:-1, 1:-1])))
+        z = torch.add(z, nn.functional.relu6(self.plain(y[:, :, 1:-1, 1:-1])))
         z = z + z
         return self.last(torch.cat([z, z.sigmoid()], 1)).flatten(1) * scale, z.view(z.shape[0], -1)
 
@@ -160,7 +157,7 @@ def test_results_copies_and_pickles() -> None:
         for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
             assert isinstance(other, FusedModel)
             assert other.report == fused.report
-            with record_kernels() as ran:
+            with qtorch.kernels.record_kernels() as ran:
                 assert torch.equal(other(X), y)
             assert ran[-1].startswith("fused_conv.")
 

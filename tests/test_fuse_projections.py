@@ -6,12 +6,9 @@ import io
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 import qtorch
-from qtorch import fuse_projections, quantize_
-from qtorch.kernels import record_kernels
 from tests.every_recipe import NAMES, make
 from tests.refusals import refuses
 
@@ -29,8 +26,8 @@ class Block(nn.Module):
 
     def forward(self, x, other=None):
         keys = x if other is None else other
-        y = functional.softmax(self.q_proj(x)[..., :32] @ self.k_proj(keys).mT, -1) @ self.v_proj(keys)
-        return functional.silu(self.gate_proj(x)) * self.up_proj(x), y
+        y = nn.functional.softmax(self.q_proj(x)[..., :32] @ self.k_proj(keys).mT, -1) @ self.v_proj(keys)
+        return nn.functional.silu(self.gate_proj(x)) * self.up_proj(x), y
 
 
 def products(ran):
@@ -45,14 +42,14 @@ def same(got, wanted):
 @torch.no_grad()
 def test_every_recipe(name, tmp_path):
     model = Block(bias=name == "int8_weight_only")
-    quantize_(model, make(name, 32), on_misfit="skip")
+    qtorch.quantize_(model, make(name, 32), on_misfit="skip")
     fused = copy.deepcopy(model)
-    report = fuse_projections(fused)
+    report = qtorch.fuse_projections(fused)
     assert {*report.fused, *(path for path, _ in report.skipped)} == {"q_proj", "gate_proj"}
     for x in (X[:1, :1], X):
-        with record_kernels() as apart:
+        with qtorch.kernels.record_kernels() as apart:
             wanted = model(x)
-        with record_kernels() as joined:
+        with qtorch.kernels.record_kernels() as joined:
             got = fused(x)
         torch.testing.assert_close(got, wanted)
         # A product in torch operators is a BLAS's, whose sums may depend on the number of outputs.
@@ -71,7 +68,7 @@ def test_every_recipe(name, tmp_path):
     qtorch.save_quantized(fused, tmp_path / "file")
     assert same(qtorch.load_quantized(Block(bias=name == "int8_weight_only"), tmp_path / "file")(X), wanted)
     other = Block(seed=2, bias=name == "int8_weight_only")
-    quantize_(other, make(name, 32), on_misfit="skip")
+    qtorch.quantize_(other, make(name, 32), on_misfit="skip")
     fused.load_state_dict(other.state_dict())
     torch.testing.assert_close(fused(X), other(X))
     model.load_state_dict(fused.state_dict())
@@ -80,13 +77,13 @@ def test_every_recipe(name, tmp_path):
 
 def test_compiled_and_with_another_input():
     model = Block().requires_grad_(False)
-    quantize_(model, qtorch.int4_weight_only(group_size=32))
+    qtorch.quantize_(model, qtorch.int4_weight_only(group_size=32))
     fused = copy.deepcopy(model)
-    assert str(fuse_projections(fused)) == "2 of 2 groups of layers are one product"
+    assert str(qtorch.fuse_projections(fused)) == "2 of 2 groups of layers are one product"
     compiled = torch.compile(copy.deepcopy(fused), fullgraph=True, backend="aot_eager")
     assert same(compiled(X), model(X))
     assert torch.equal(fused.k_proj.weight.dequantize(), model.k_proj.weight.dequantize())
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         for _ in range(2):
             assert same(fused(X, X + 1), model(X, X + 1))
         assert (fused.q_proj.apart, fused.gate_proj.apart) == (True, False)
@@ -100,18 +97,14 @@ def test_what_is_left_apart():
     weight_norm(model["normed"].q_proj)
     model["wide"].up_proj = nn.Linear(32, 96, bias=False)
     model["some"].v_proj.bias = nn.Parameter(torch.zeros(32))
-    quantize_(model["trained"], qtorch.training.int8_mixed_precision_training())
-    report = fuse_projections(model)
+    qtorch.quantize_(model["trained"], qtorch.training.int8_mixed_precision_training())
+    report = qtorch.fuse_projections(model)
     whole = {f"{name}.gate_proj" for name in ("fine", "hook", "normed", "some")}
     assert set(report.fused) == whole | {"fine.q_proj", "wide.q_proj"}
     words = {
-        "hook": "has hooks",
-        "normed": "not a plain",
-        "wide": "width or bias",
-        "some": "or bias",
-        "trained": "training",
-    }
+        "hook": "has hooks", "normed": "not a plain", "wide": "width or bias", "some": "or bias", "trained": "training",
+    }  # fmt: skip
     assert all(words[path.split(".")[0]] in reason for path, reason in report.skipped)
     assert f"{len(report.fused)} of 12 groups" in str(report)
-    refuses("fuse_projections: Linear has no layers named", lambda: fuse_projections(nn.Linear(2, 2)))
-    refuses("got None", lambda: fuse_projections(None), TypeError)
+    refuses("fuse_projections: Linear has no layers ", lambda: qtorch.fuse_projections(nn.Linear(2, 2)))
+    refuses("got None", lambda: qtorch.fuse_projections(None), TypeError)

@@ -103,20 +103,14 @@ def test_interrupted_at_every_line(act: Callable[[nn.Sequential], None]) -> None
 
 
 SERVING: list[Recipe] = [
-    qtorch.int8_weight_only(),
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.lut_weight_only(3),
+    qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32), qtorch.lut_weight_only(3),
     qtorch.int8_static_activation_int8_weight(0.1),
-]
+]  # fmt: skip
 TRAINING: list[Recipe] = [
-    training.int8_mixed_precision_training(),
-    training.int8_weight_only_quantized_training(),
-    training.qat(qtorch.int8_weight_only()),
-    training.qat(qtorch.int8_weight_only(), start_step=3),
-    training.bitnet_training(),
-    training.lsq(edge_bits=8),
-    training.lora_qat(qtorch.int8_weight_only(), rank=4),
-]
+    training.int8_mixed_precision_training(), training.int8_weight_only_quantized_training(),
+    training.qat(qtorch.int8_weight_only()), training.qat(qtorch.int8_weight_only(), start_step=3),
+    training.bitnet_training(), training.lsq(edge_bits=8), training.lora_qat(qtorch.int8_weight_only(), rank=4),
+]  # fmt: skip
 every_recipe = pytest.mark.parametrize("recipe", [*SERVING, *TRAINING], ids=str)
 
 

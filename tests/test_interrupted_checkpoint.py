@@ -34,9 +34,7 @@ STRIDE = {"qtorch": 7, "transformers": 13, "compressed-tensors": 17}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["qtorch", "transformers", "compressed-tensors"])
-def test_any_interruption_is_continued(
-    format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_break_is_continued(format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop at every step that changes the disk, and continue once."""
     monkeypatch.setattr(partial, "JOURNAL_BYTES", 1)
     monkeypatch.setattr(partial, "_DATA_PER_JOURNAL", 0)

@@ -4,7 +4,6 @@ tests/movement and tests/attack have it among all tensors: copies, moves, graphs
 """
 
 import copy
-import io
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,27 +14,23 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import LinearSpec, PackedLayout, PerGroup, QuantSpec, explain, load_quantized, low_rank, quantize_
+from qtorch import LinearSpec, PackedLayout, PerGroup, QuantSpec, explain, low_rank, quantize_
 from qtorch.calibration import AutoRound, auto, calibrated, gptq, importance_weighted, smooth
 from qtorch.checkpoint.formats.gguf import block_types
 from qtorch.checkpoint.save_folder import SAVE_FORMATS
 from qtorch.dtypes import LowRankWeight
-from qtorch.kernels import record_kernels
 from qtorch.primitives import from_json, qdtype, to_json
 from qtorch.primitives.low_rank_factors import low_rank_factors
-from qtorch.recipes.base import WeightRecipe, register_recipe
 from qtorch.training import qat
-from tests.every_recipe import NAMES, make
-from tests.quantize_model import assert_same
+from tests import every_recipe, quantize_model, rounding
 from tests.refusals import refuses
-from tests.rounding import gamma
 
 N, K, RANK = 192, 256, 8
 
 
-@register_recipe("test_int4_int4")
+@qtorch.recipes.base.register_recipe("test_int4_int4")
 @dataclass(frozen=True)
-class Int4Int4(WeightRecipe):
+class Int4Int4(qtorch.recipes.base.WeightRecipe):
     """Integer W4A4, of a user."""
 
     def linear_spec(self) -> LinearSpec:
@@ -62,9 +57,9 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not make(name).prunes])
+@pytest.mark.parametrize("name", [name for name in every_recipe.NAMES if not every_recipe.make(name).prunes])
 def test_the_product_is_that_of_the_codes_and_of_the_branch(name: str) -> None:
-    recipe = low_rank(make(name, 32), RANK)
+    recipe = low_rank(every_recipe.make(name, 32), RANK)
     for dtype in (torch.float32, torch.bfloat16):
         check_product(recipe, dtype)
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
@@ -74,14 +69,14 @@ def check_product(recipe: Any, dtype: torch.dtype) -> None:
     made, x = layer(recipe, dtype), torch.randn(3, 5, K, dtype=dtype)
     weight: Any = made.weight
     branch = weight.up.double() @ weight.down.double()
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = made(x)
     assert ran[0] == f"linear:{explain(weight).kernel}"
     assert "beside a branch of rank 8" in explain(weight).note
     codes = nn.functional.linear(x, weight.matrix, made.bias)
     size = x.double().abs() @ (weight.matrix.dequantize().double().abs() + branch.abs()).t() + 1
     size += (x.double().abs() @ weight.down.double().abs().t()) @ weight.up.double().abs().t()
-    bound = 2 * gamma(K + RANK + 8) * size if dtype == torch.float32 else 2**-6 * size
+    bound = 2 * rounding.gamma(K + RANK + 8) * size if dtype == torch.float32 else 2**-6 * size
     assert bool(((y.double() - codes.double() - x.double() @ branch.t()).abs() <= bound).all())
     dequantized = weight.matrix.dequantize(torch.float32).double() + branch
     assert relative(weight.dequantize(torch.float32), dequantized) < 1e-6
@@ -89,7 +84,7 @@ def check_product(recipe: Any, dtype: torch.dtype) -> None:
 
 
 @four_bits
-def test_the_error_is_that_of_the_rest_alone(recipe: WeightRecipe) -> None:
+def test_the_error_is_that_of_the_rest_alone(recipe: qtorch.recipes.base.WeightRecipe) -> None:
     """Far below that without the branch, and what rounding the exact remainder of rank R costs, up to 16 bits."""
     x, floats = torch.randn(64, K), layer()
     u, s, v = torch.linalg.svd(floats.weight.double(), full_matrices=False)
@@ -148,7 +143,7 @@ def data(seed: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("method", [gptq, auto], ids=lambda method: method.__name__)
 @pytest.mark.parametrize("recipe", [*FOUR_BITS, qtorch.mxfp4_weight_only()], ids=lambda recipe: recipe.name)
-def test_data_says_which_directions_count(recipe: WeightRecipe, method: Any) -> None:
+def test_data_says_which_directions_count(recipe: qtorch.recipes.base.WeightRecipe, method: Any) -> None:
     x, wanted = torch.cat(data(1)), Net().eval()(torch.cat(data(1)))
     rotated = recipe.name == "mxfp4_weight_only"
     recipe = qtorch.mxfp4_dynamic_activation_mxfp4_weight(rotated=True) if rotated else recipe
@@ -205,19 +200,7 @@ def test_views() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    recipe = low_rank(INT3, RANK)
-    model, x, path = layer(recipe), torch.randn(4, K), tmp_path / "model.safetensors"
-    qtorch.save_quantized(model, path)
-    loaded = layer()
-    load_quantized(loaded, path)
-    assert_same(loaded, model)
-    assert torch.equal(loaded(x), model(x))
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other = layer()
-    other.load_state_dict(torch.load(file, weights_only=True), assign=True)
-    assert torch.equal(other(x), model(x))
+    model = layer(low_rank(INT3, RANK))
     weight: Any = model.weight
     made, (_, tensors, scheme, *rest) = weight.__reduce_ex__(2)
     for wrong in ({**tensors, "up": weight.up[:, 1:]}, {name: t for name, t in tensors.items() if name != "down"}):
@@ -228,9 +211,7 @@ def test_files(tmp_path: Path) -> None:
             of_model: Any = {"model.layers.0.mlp.up_proj.weight": model.weight}
             refuses(
                 "LowRankWeight|branch of low rank",
-                lambda name=name, target=target, of_model=of_model: qtorch.save_quantized(
-                    of_model, target, format=name
-                ),
+                lambda name=name, to=target, of_model=of_model: qtorch.save_quantized(of_model, to, format=name),
             )
 
     refuses("branch of low rank, which no type has", lambda: block_types.encode(weight, "Q4_0"))
@@ -246,7 +227,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
         weight.nbytes for weight in model.parameters() if isinstance(weight, LowRankWeight)
     )
     model.save_pretrained(tmp_path)
-    assert_same(type(model).from_pretrained(tmp_path), model)
+    quantize_model.assert_same(type(model).from_pretrained(tmp_path), model)
 
 
 def test_refusals() -> None:

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 import qtorch
-from qtorch.primitives.supported_versions import OLDEST
-from qtorch.recipes.base import RECIPES
 
 CODE = """
 import qtorch
@@ -45,13 +43,13 @@ def test_names_that_moved_say_where_to(name: str) -> None:
 
 def test_names_versions_and_later_imports() -> None:
     """A recipe is added by its file; its name is added by hand, so that editors see it."""
-    for name, recipe in RECIPES.items():
+    for name, recipe in qtorch.recipes.base.RECIPES.items():
         home = ".".join(recipe.__module__.split(".")[:2])
         if home in ("qtorch.recipes", "qtorch.calibration", "qtorch.training"):
             assert getattr(importlib.import_module(home), name) is recipe
             assert home != "qtorch.recipes" or getattr(qtorch, name) is recipe
     text = (ROOT / "pyproject.toml").read_text()
-    for package, oldest in OLDEST.items():
+    for package, oldest in qtorch.primitives.supported_versions.OLDEST.items():
         asked = set(re.findall(rf'"{package}(>=[\d.]+)?[";]', text)) - {""}
         assert asked == {f">={oldest}"}, package
     assert len(set(qtorch.__all__)) == len(qtorch.__all__)
@@ -229,7 +227,7 @@ else:
 @pytest.mark.slow
 def test_packages_that_are_too_old() -> None:
     """The first use says so, and an import that qtorch waits for warns."""
-    for package in set(OLDEST) - {"torch"}:
+    for package in set(qtorch.primitives.supported_versions.OLDEST) - {"torch"}:
         pytest.importorskip(package)
     run("""
 import warnings

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 import qtorch
 from qtorch import convert_checkpoint, load_quantized, quantize_, quantize_checkpoint, save_quantized
-from qtorch.checkpoint.sources import SOURCES, Contents, QtorchSource, open_source, register_source
+from qtorch.checkpoint import sources, tensor_file
 from qtorch.checkpoint.streaming import forms
-from qtorch.checkpoint.tensor_file import TensorFile
-from qtorch.dtypes import QuantizedTensor
 from tests.float_checkpoints import assert_same, decoder, expected, save_shards, stored
 from tests.refusals import refuses
 
@@ -80,13 +77,13 @@ def test_shards(limit: int, source: Path, tmp_path: Path) -> None:
     assert len(found) > 1
     assert_same(stored(tmp_path / "q.safetensors"), expected(tmp_path / "wanted.safetensors", recipe))
     for name in found:
-        sizes = [of.stop - of.start for of in TensorFile(tmp_path / name).stored.values()]
+        sizes = [of.stop - of.start for of in tensor_file.TensorFile(tmp_path / name).stored.values()]
         assert sum(sizes) <= max(limit, 20_000)
 
 
 def test_where_data_begin(monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path) -> None:
     quantize_checkpoint(source, tmp_path / "q.safetensors", qtorch.nf4_weight_only())
-    of_file = TensorFile(tmp_path / "q.safetensors").stored
+    of_file = tensor_file.TensorFile(tmp_path / "q.safetensors").stored
     assert any((of.stop - of.start) % 64 for of in of_file.values())
     for name, of in of_file.items():
         assert of.start % of.dtype.itemsize == 0, name
@@ -149,7 +146,7 @@ def test_experts(tmp_path: Path) -> None:
         for name, shape in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items()
     }
 
-    def of(index: int, name: str) -> Tensor:
+    def of(index: int, name: str) -> torch.Tensor:
         return experts[f"layers.0.mlp.experts.{index}.{name}_proj.weight"]
 
     tensors = {**experts, "layers.0.mlp.gate.weight": torch.randn(4, 64)}
@@ -160,13 +157,13 @@ def test_experts(tmp_path: Path) -> None:
         "gate_up_proj": torch.stack([torch.cat([of(i, "gate"), of(i, "up")]) for i in range(4)]),
         "down_proj": torch.stack([of(i, "down") for i in range(4)]),
     }
-    mlp = nn.ModuleDict({"gate": nn.Linear(64, 4, bias=False), "experts": nn.ParameterDict(fused)})
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": mlp})])})
+    mlp = torch.nn.ModuleDict({"gate": torch.nn.Linear(64, 4, bias=False), "experts": torch.nn.ParameterDict(fused)})
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"mlp": mlp})])})
     load_quantized(model, tmp_path / "q.safetensors")
     recipe = qtorch.int4_weight_only(group_size=32)
     for name, value in fused.items():
         assert torch.equal(mlp["experts"][name].dequantize(), recipe.apply(value).dequantize())
-    assert not isinstance(mlp["gate"].weight, QuantizedTensor)
+    assert not isinstance(mlp["gate"].weight, qtorch.dtypes.QuantizedTensor)
     # The matrices of all experts in one tensor: by name only, as in quantize_.
     named = {f"mlp.experts.{name}": value for name, value in fused.items()}
     save_file({**named, "head.weight": torch.randn(8, 64)}, tmp_path / "fused.safetensors")
@@ -175,7 +172,7 @@ def test_experts(tmp_path: Path) -> None:
     )
     assert len(report.quantized) == 2
     assert torch.equal(
-        open_source(tmp_path / "f.safetensors").tensor("mlp.experts.down_proj").dequantize(),
+        sources.open_source(tmp_path / "f.safetensors").tensor("mlp.experts.down_proj").dequantize(),
         recipe.apply(fused["down_proj"]).dequantize(),
     )
 
@@ -200,7 +197,7 @@ def test_a_folder_of_transformers(shards: bool, source: Path, tmp_path: Path) ->
     for name, parameter in wanted.named_parameters():
         found = model.get_parameter(name)
         assert type(found) is type(parameter), name
-        both = [p.dequantize() if isinstance(p, QuantizedTensor) else p for p in (found, parameter)]
+        both = [p.dequantize() if isinstance(p, qtorch.dtypes.QuantizedTensor) else p for p in (found, parameter)]
         assert torch.equal(*both), name
 
 
@@ -214,9 +211,7 @@ def test_compressed_tensors(recipe: object, source: Path, tmp_path: Path) -> Non
     quantize_(model, qtorch.recipes_for_vllm(model, mapping))
     save_quantized(model, tmp_path / "wanted", format="compressed-tensors")
     assert_same(load_file(tmp_path / "q" / "model.safetensors"), load_file(tmp_path / "wanted" / "model.safetensors"))
-    configs = [
-        json.loads((tmp_path / name / "config.json").read_text())["quantization_config"] for name in ("q", "wanted")
-    ]
+    configs = [json.loads((tmp_path / n / "config.json").read_text())["quantization_config"] for n in ("q", "wanted")]
     for config in configs:
         config["ignore"] = sorted(config["ignore"])
         config["config_groups"] = {
@@ -247,7 +242,7 @@ def test_wrong_arguments(recipe: object, options: dict[str, str], error: str, so
 def test_names_that_no_file_can_hold(name: str, format: str, source: Path, tmp_path: Path) -> None:
     """Whatever reader has them: they are refused before anything is written."""
 
-    class Named(QtorchSource):
+    class Named(sources.QtorchSource):
         format = "test"
 
         @classmethod
@@ -258,17 +253,17 @@ def test_names_that_no_file_can_hold(name: str, format: str, source: Path, tmp_p
             super().__init__(*arguments)
             self.names = {name}
 
-        def contents(self, name: str) -> Contents:
+        def contents(self, name: str) -> sources.Contents:
             return super().contents("odd.weight")
 
     save_quantized(decoder(), tmp_path / "s.safetensors")
     dst = tmp_path / ("q.safetensors" if format == "qtorch" else "q")
-    register_source(Named)
+    sources.register_source(Named)
     try:
         with pytest.raises(ValueError, match=r"s\.safetensors: .*rename the tensor"):
             convert_checkpoint(tmp_path / "s.safetensors", dst, format=format)
     finally:
-        SOURCES.remove(Named)
+        sources.SOURCES.remove(Named)
     refuses("rename the tensor", lambda: save_quantized({name: torch.zeros(2, 2)}, dst, format=format))
     assert {path.name for path in tmp_path.iterdir()} == {"float", "s.safetensors"}
 

@@ -12,10 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import int4_weight_only, int8_weight_only, quantize_, quantize_checkpoint
 from qtorch.calibration import gptq
-from qtorch.kernels import record_kernels
-from qtorch.recipes.base import Recipe
 from tests.float_checkpoints import decoder, save_shards
 from tests.quantize_model import INT8, Mlp, same, state_of
 from tests.refusals import refuses
@@ -48,29 +45,29 @@ def with_weight(make: Callable[[Tensor], Tensor]) -> Callable[[nn.Linear], None]
 
 
 @pytest.mark.parametrize(("change", "recipe", "problem"), [
-    (lambda layer: None, int4_weight_only(group_size=40), "block_size (1, 40) does not divide shape ("),
+    (lambda layer: None, qtorch.int4_weight_only(group_size=40), "block_size (1, 40) does not divide shape ("),
     (lambda layer: layer.double(), INT8, "takes float32, float16 or bfloat16 weights, this one is torch.float64"),
     (with_weight(Tensor.int), INT8, "takes float32, float16 or bfloat16 weights, this one is torch.int32"),
     (with_weight(lambda w: w.to(torch.float8_e4m3fn)), INT8, "this one is torch.float8_e4m3fn"),
     (with_value(float("nan")), INT8, "has 2 values of 6144 that are NaN or infinite"),
     (with_value(float("-inf")), INT8, "has 2 values of 6144 that are NaN or infinite"),
-    (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device, without values to quantize"),
+    (lambda layer: layer.to("meta"), INT8, "the weight is on the meta device, without values for"),
     (lambda layer: nn.LazyLinear(64), INT8, "the weight is not initialized yet; run the model once"),
     (
-        lambda layer: quantize_(layer, INT8) and None,
-        int4_weight_only(group_size=32),
+        lambda layer: qtorch.quantize_(layer, INT8) and None,
+        qtorch.int4_weight_only(group_size=32),
         "is already quantized: AffineQuantizedTensor(weight int8",
     ),
 ], ids=["group", "float64", "int32", "float8", "nan", "inf", "meta", "lazy", "again"])  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"dry_run": True}, {"device": "cpu"}], ids=str)
-def test_refused_weights(change: Callable, recipe: Recipe, problem: str, options: dict) -> None:
+def test_refused_weights(change: Callable, recipe: qtorch.recipes.base.Recipe, problem: str, options: dict) -> None:
     model = failing(change)
     before = state_of(model)
     if "meta device" in problem and options.get("dry_run"):
-        assert quantize_(model, {"up": recipe, "down": recipe}, **options).quantized
+        assert qtorch.quantize_(model, {"up": recipe, "down": recipe}, **options).quantized
         return
     with pytest.raises(ValueError, match=r"^quantize_: ") as caught:
-        quantize_(model, {"embed": INT8, ".*": recipe}, **options)
+        qtorch.quantize_(model, {"embed": INT8, ".*": recipe}, **options)
     up, down, last, *entries = str(caught.value).removeprefix("quantize_: ").splitlines()
     assert up.startswith("up: ")
     assert down.startswith("down: ")
@@ -87,7 +84,7 @@ def test_refused_weights(change: Callable, recipe: Recipe, problem: str, options
 def test_every_offending_module_is_named() -> None:
     model = nn.Sequential(*[nn.Linear(24, 24) for _ in range(10)])
     with pytest.raises(ValueError, match=r"^quantize_: ") as caught:
-        quantize_(model, int4_weight_only(group_size=16))
+        qtorch.quantize_(model, qtorch.int4_weight_only(group_size=16))
     assert_expected_inline(
         str(caught.value),
         """\
@@ -113,24 +110,24 @@ the model is unchanged; on_misfit="coarser" accepts them; entries of a mapping t
 
 
 def test_a_custom_recipe_is_checked_too() -> None:
-    class Picky(Recipe):
+    class Picky(qtorch.recipes.base.Recipe):
         name = "picky"
 
         def check(self, weight: Tensor) -> None:
             raise TypeError("no")
 
-    refuses(r"^quantize_: up: no\ndown: no\nthe model is unchanged$", lambda: quantize_(Mlp(), Picky()))
+    refuses(r"^quantize_: up: no\ndown: no\nthe model is unchanged$", lambda: qtorch.quantize_(Mlp(), Picky()))
 
 
 @pytest.mark.parametrize(
-    "recipe", [int8_weight_only, "int8", None, nn.Linear, {"up": int8_weight_only}, {"up": "int8"}]
+    "recipe", [qtorch.int8_weight_only, "int8", None, nn.Linear, {"up": qtorch.int8_weight_only}, {"up": "int8"}]
 )
 def test_not_a_recipe(recipe: object) -> None:
     hint = "; call it: int8_weight_only()" if "Int8WeightOnly" in repr(recipe) else ""
     given = recipe["up"] if isinstance(recipe, dict) else recipe
     hint = "; remove the quotes: int8_weight_only()" if given == "int8" else hint
     message = f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}"
-    refuses(f"^{re.escape(message)}$", lambda: quantize_(Mlp(), recipe), TypeError)
+    refuses(f"^{re.escape(message)}$", lambda: qtorch.quantize_(Mlp(), recipe), TypeError)
 
 
 @pytest.mark.parametrize(("model", "recipe", "filter_fn", "why"), [
@@ -144,11 +141,11 @@ def test_not_a_recipe(recipe: object) -> None:
 def test_nothing_to_quantize(model: nn.Module, recipe: object, filter_fn: object, why: str) -> None:
     before = state_of(model)
     with pytest.raises(ValueError, match=re.escape(f"quantize_: nothing to quantize: {why}")):
-        quantize_(model, recipe, filter_fn, device="meta")  # had it been moved, it would have lost its weights
+        qtorch.quantize_(model, recipe, filter_fn, device="meta")  # had it been moved, it would have lost its weights
     assert same(before, state_of(model))
 
 
-@pytest.mark.parametrize("function", [quantize_, quantize_checkpoint])
+@pytest.mark.parametrize("function", [qtorch.quantize_, qtorch.quantize_checkpoint])
 @pytest.mark.parametrize(("recipe", "options", "words"), [
     ("int8", {}, "takes a recipe such as"),
     ({1: INT8}, {}, "the mapping takes names and regular expressions, got 1"),
@@ -158,14 +155,14 @@ def test_nothing_to_quantize(model: nn.Module, recipe: object, filter_fn: object
     ({".*": None}, {}, "nothing to quantize"),
     (INT8, {"targets": "lines"}, "targets is one or some of"),
     (INT8, {"on_misfit": "round"}, "on_misfit is 'error', 'pad'"),
-    (int4_weight_only(group_size=48), {}, 'on_misfit="coarser" accepts them'),
+    (qtorch.int4_weight_only(group_size=48), {}, 'on_misfit="coarser" accepts them'),
     ({"layers.0.q_proj": gptq(INT8, [1]), "layers.1.q_proj": gptq(INT8, [2])}, {}, "take the same data"),
 ])  # fmt: skip
 def test_errors_name_the_function_that_was_called(
     function: Any, recipe: object, options: dict[str, str], words: str, tmp_path: Path
 ) -> None:
     given: Any = (decoder(),)
-    if function is quantize_checkpoint:
+    if function is qtorch.quantize_checkpoint:
         given = save_shards(decoder().state_dict(), tmp_path / "float", 1), tmp_path / "q.safetensors"
     with pytest.raises((ValueError, TypeError), match=f"(?s)^{function.__name__}: .*{re.escape(words)}"):
         function(*given, recipe, **options)
@@ -185,13 +182,13 @@ every_case = pytest.mark.parametrize(("recipe", "low", "high", "kernel"), CASES,
 
 def output(model: nn.Module, *args: Tensor) -> tuple[Tensor, list[str]]:
     """What the model gives, and which linear kernels ran."""
-    with torch.no_grad(), record_kernels() as ran:
+    with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
         y = model(*args)
     return y, [name for name in ran if name.startswith("linear:")]
 
 
 @every_case
-def test_small_model(recipe: Recipe, low: float, high: float, kernel: str) -> None:
+def test_small_model(recipe: qtorch.recipes.base.Recipe, low: float, high: float, kernel: str) -> None:
     model, ids = Mlp(), torch.randint(32, (4, 5))
     model.up.register_forward_hook(lambda module, args, result: None)
     before, wanted = state_of(model), output(model, ids)[0]
@@ -205,7 +202,7 @@ def test_small_model(recipe: Recipe, low: float, high: float, kernel: str) -> No
 
 
 @every_case
-def test_transformer_encoder(recipe: Recipe, low: float, high: float, kernel: str) -> None:
+def test_transformer_encoder(recipe: qtorch.recipes.base.Recipe, low: float, high: float, kernel: str) -> None:
     """Whose fast path reads the weights itself."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 7, 64)
@@ -222,7 +219,7 @@ def test_attention_projection_asked_for_by_name(batch_first: bool) -> None:
     x = torch.randn(2, 7, 64)
     wanted = attention(x, x, x)[0]
     qtorch.quantize_(attention, {"in_proj_weight": INT8, "out_proj": INT8})
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = attention(x, x, x)[0]
     assert 35 < qtorch.compute_error(wanted, y) < 55
     assert ran.count("linear:weight_only_mm") == 2

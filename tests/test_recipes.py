@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import nn
 
 import qtorch
 from qtorch.primitives import HQQRule, MSERule, to_json
-from qtorch.recipes.base import Recipe, WeightRecipe, register_recipe
 from tests.refusals import refuses
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
@@ -58,7 +56,7 @@ int8_static_activation_int8_weight(scale=0.25)""",
     )
 
 
-def static_float8(**options: Any) -> Recipe:
+def static_float8(**options: Any) -> qtorch.recipes.base.Recipe:
     return qtorch.float8_static_activation_float8_weight(1.0, **options)
 
 
@@ -89,17 +87,17 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: static_float8(activation_dtype=torch.int8), "float8_weight takes float8_e4m3fn.*, got int8"),
     (lambda: static_float8(weight_dtype=torch.int8), "float8_weight takes float8_e4m3fn.*, got int8"),
-    (lambda: qtorch.quantize_(nn.Linear(40, 8), qtorch.mxfp4_weight_only()), "does not divide"),
+    (lambda: qtorch.quantize_(torch.nn.Linear(40, 8), qtorch.mxfp4_weight_only()), "does not divide"),
     (
-        lambda: qtorch.quantize_(nn.Linear(48, 8), qtorch.int4_weight_only(-1, FLOAT, layout=TILED)),
+        lambda: qtorch.quantize_(torch.nn.Linear(48, 8), qtorch.int4_weight_only(-1, FLOAT, layout=TILED)),
         r"takes groups of 32, 64, 128 or 256 along a row, the weight has blocks of \(1, 48\)",
     ),
-    (lambda: register_recipe("int8_weight_only")(_Mine), "'int8_weight_only' is taken"),
+    (lambda: qtorch.recipes.base.register_recipe("int8_weight_only")(_Mine), "'int8_weight_only' is taken"),
 ]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mine(WeightRecipe):
+class _Mine(qtorch.recipes.base.WeightRecipe):
     pass
 
 
@@ -118,7 +116,7 @@ def test_a_wrong_argument_fails_in_the_call(call: Callable[[], object], message:
     (qtorch.int8_dynamic_activation_int4_weight(256, ASYMMETRIC), (64, 1)),
     (qtorch.uintx_weight_only("uint3"), (64, 4)),
 ], ids=str)  # fmt: skip
-def test_scales_and_codes(recipe: WeightRecipe, shape: tuple[int, int]) -> None:
+def test_scales_and_codes(recipe: qtorch.recipes.base.WeightRecipe, shape: tuple[int, int]) -> None:
     weight = recipe.linear_spec().weight
     codes, scale, zero_point = recipe.apply(torch.randn(64, 256)).plain()
     assert scale.shape == shape
@@ -159,7 +157,7 @@ def test_use_hqq(recipe: Any) -> None:
 
 def test_what_rows_share_in_nvfp4() -> None:
     """One fp32 scale for the batch: small rows are accurate while scales of blocks are normal numbers, then zeros."""
-    layer = nn.Linear(256, 96, bias=False)
+    layer = torch.nn.Linear(256, 96, bias=False)
     qtorch.quantize_(layer, qtorch.nvfp4_dynamic_activation_nvfp4_weight())
     rows = torch.randn(4, 256).clamp(-3, 3)
     weight = layer.weight.dequantize()

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import explain, quantize_
-from qtorch.kernels import FallbackError, register
-from qtorch.kernels.registry import candidates
-from qtorch.model.explain import Explanations
+from qtorch.kernels import FallbackError, register, registry
 from qtorch.model.report import LayerReport
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -202,7 +200,7 @@ linear, float32 input on cpu, weight uint4 PerGroup(group_size=16) asymmetric, P
 
 def test_model() -> None:
     explanations = explain(model_of_explain())
-    assert isinstance(explanations, Explanations)
+    assert isinstance(explanations, qtorch.model.explain.Explanations)
     lines = str(explanations).splitlines()
     assert_expected_inline(
         "\n".join(line for line in lines if not line.startswith("  not ")),
@@ -222,7 +220,7 @@ first.weight: linear, float32 input on cpu, weight int8 PerRow() symmetric, dyna
 def test_kernels_have_a_verdict_and_dtypes() -> None:
     (explanation,) = explain(model_of_explain().first)
     verdicts = {explanation.kernel, *(name for name, _ in explanation.rejected)}
-    assert verdicts == {kernel.name for kernel, _ in candidates(explanation.problem)}
+    assert verdicts == {kernel.name for kernel, _ in registry.candidates(explanation.problem)}
     assert all(reason for _, reason in explanation.rejected)
     # bf16 has a kernel of its own on CPU, and a note on its accuracy.
     layer = nn.Linear(32, 8)

@@ -11,10 +11,7 @@ from torch import nn
 import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
 from qtorch.calibration import Descent, ScaleRefit, calibrated, gptq
-from qtorch.kernels import record_kernels
-from qtorch.kernels.linear import reference
-from qtorch.primitives import is_2_4, prune_2_4, prune_blocks
-from qtorch.primitives.pruning import kept_blocks
+from qtorch.primitives import is_2_4, prune_2_4, prune_blocks, pruning
 from qtorch.recipes.base import Recipe, WeightRecipe
 from tests.refusals import refuses
 from tests.rounding import assert_same_product
@@ -28,9 +25,7 @@ PAIRS = [
     (type(INT8), qtorch.int8_dynamic_activation_int8_weight, ASYMMETRIC, "semi_sparse_int8_scaled_mm", 37, 50),
     (type(FLOAT8), qtorch.float8_dynamic_activation_float8_weight, PER_TENSOR, "emulated_semi_sparse_mm", 25, 34),
 ]
-CASES = [
-    (sparse(*given), dense(*given), *wanted) for sparse, dense, other, *wanted in PAIRS for given in ((), (other,))
-]
+CASES = [(sparse(*given), dense(*given), *wanted) for sparse, dense, o, *wanted in PAIRS for given in ((), (o,))]
 every_case = pytest.mark.parametrize(
     ("recipe", "dense", "kernel", "low", "high"), CASES, ids=[str(case[0]) for case in CASES]
 )
@@ -56,13 +51,13 @@ def test_a_weight_that_is_2_4_loses_no_more_than_in_the_dense_form(
     y = sparse(x)
     report = quantize_(sparse, recipe)
     quantize_(plain.requires_grad_(False), dense)
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         z = sparse(x)
     assert ran[0] == f"linear:{kernel}"
     assert report.quantized[0].kernel == kernel
     assert torch.equal(z, plain(x))
     assert low < compute_error(y, z) < high
-    expected = reference.linear(x, sparse.weight, sparse.bias)
+    expected = qtorch.kernels.linear.reference.linear(x, sparse.weight, sparse.bias)
     if recipe.linear_spec().weight.dtype.name == "int8":
         assert torch.equal(z, expected)
     else:
@@ -90,16 +85,14 @@ def test_rows_of_any_length(recipe: Recipe, k: int) -> None:
     model, x = layer(k), torch.randn(3, k)
     quantize_(model, recipe)
     assert model.weight.shape == (64, k)
-    wanted = reference.linear(x, model.weight, model.bias)
+    wanted = qtorch.kernels.linear.reference.linear(x, model.weight, model.bias)
     assert_same_product(model(x), wanted, x, model.weight.dequantize(), model.bias)
 
 
 BASES = [
-    qtorch.int8_weight_only(),
-    qtorch.int8_dynamic_activation_int8_weight(),
-    qtorch.int8_dynamic_activation_int4_weight(group_size=32),
-    qtorch.intx_weight_only("int4", group_size=32),
-]
+    qtorch.int8_weight_only(), qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int4_weight(group_size=32), qtorch.intx_weight_only("int4", group_size=32),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("base", BASES, ids=str)
@@ -144,7 +137,7 @@ def test_pruning_on_data_loses_less(base: WeightRecipe | None) -> None:
 
 
 def test_what_cannot_be_sparse_in_blocks() -> None:
-    assert kept_blocks(4, 0.6) == 2
+    assert pruning.kept_blocks(4, 0.6) == 2
     for base, message in (
         (qtorch.int8_static_activation_int8_weight(0.1), "static activation"),
         (INT8, "or its like, got int8_dynamic_activation_int8_semi_sparse_weight"),

@@ -10,18 +10,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.utils import parametrizations
 
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.calibration import gptq
 from qtorch.dtypes import PaddedWeight, QuantizedTensor, TransposedWeight
-from qtorch.kernels.cpu import compiled_library
-from qtorch.kernels.custom_ops import record_kernels
 from qtorch.model.misfit import Padded
 from qtorch.model.targets import Refused, find_targets
-from qtorch.recipes.base import WeightRecipe
 from tests.refusals import refuses
 
 INT8, INT4 = int8_weight_only(), int4_weight_only(group_size=8)
@@ -164,7 +159,7 @@ def test_tied_weights_asked_for_differently(other: object) -> None:
 
 
 def test_parametrized_layers_and_two_names() -> None:
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
     assert names(INT8, model=model) == ["1.weight"]
     assert_expected_inline(
         error({"0": INT8}, model),
@@ -202,14 +197,11 @@ def test_names_of_weights(model: nn.Module, recipe: object, found: list[str]) ->
     assert "'.*' matches weight by a wildcard alone" in error({".*": INT8}, nn.Embedding(8, 8))
 
 
-GROUPED: list[WeightRecipe] = [
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.int8_dynamic_activation_int4_weight(),
-    qtorch.nf4_weight_only(group_size=32),
-    qtorch.lut_weight_only(bits=3, group_size=32),
-    qtorch.mxfp4_dynamic_activation_mxfp4_weight(),
-    qtorch.nvfp4_weight_only(),
-]
+GROUPED: list[qtorch.recipes.base.WeightRecipe] = [
+    qtorch.int4_weight_only(group_size=32), qtorch.int8_dynamic_activation_int4_weight(),
+    qtorch.nf4_weight_only(group_size=32), qtorch.lut_weight_only(bits=3, group_size=32),
+    qtorch.mxfp4_dynamic_activation_mxfp4_weight(), qtorch.nvfp4_weight_only(),
+]  # fmt: skip
 EACH = pytest.mark.parametrize("recipe", GROUPED, ids=str)
 MISFIT_INT4 = GROUPED[0]
 
@@ -225,11 +217,11 @@ def error_of(model: nn.Module, x: Tensor, wanted: Tensor) -> float:
 
 
 @EACH
-def test_padded_groups_have_the_numbers_of_a_weight_with_zeros(recipe: WeightRecipe) -> None:
+def test_padded_groups_have_the_numbers_of_a_weight_with_zeros(recipe: qtorch.recipes.base.WeightRecipe) -> None:
     """Of the product with a weight that has zeros at the end of its rows, and an input that has."""
     model, x = net(72, 48), torch.randn(5, 72)
     longer = nn.Linear(96, 48)
-    longer.weight.data = functional.pad(model[0].weight.detach(), (0, 24))
+    longer.weight.data = nn.functional.pad(model[0].weight.detach(), (0, 24))
     longer.bias.data = model[0].bias.detach().clone()
     wanted = model(x).detach()
     if isinstance(recipe, type(GROUPED[-1])):  # groups of 16: 72 becomes 80
@@ -242,20 +234,18 @@ def test_padded_groups_have_the_numbers_of_a_weight_with_zeros(recipe: WeightRec
     assert isinstance(weight, PaddedWeight)
     assert weight.shape == (48, 72)
     assert torch.equal(weight.dequantize(), longer.weight.dequantize()[:, :72])  # type: ignore[operator]
-    assert torch.equal(model(x), longer(functional.pad(x, (0, longer.weight.shape[1] - 72))))
+    assert torch.equal(model(x), longer(nn.functional.pad(x, (0, longer.weight.shape[1] - 72))))
     assert 0 < error_of(model, x, wanted) < 0.4
 
 
-@pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
-@pytest.mark.parametrize(
-    ("recipe", "kernel"), [(GROUPED[0], "cpu_weight_only_mm"), (GROUPED[1], "cpu_int8_mm")], ids=str
-)
-def test_kernels_of_padded_weights(recipe: WeightRecipe, kernel: str) -> None:
+@pytest.mark.skipif(qtorch.kernels.cpu.compiled_library.library() is None, reason="nothing is built")
+@pytest.mark.parametrize(("recipe", "kernel"), [(GROUPED[0], "cpu_weight_only_mm"), (GROUPED[1], "cpu_int8_mm")])
+def test_kernels_of_padded_weights(recipe: qtorch.recipes.base.WeightRecipe, kernel: str) -> None:
     model, x = net(72, 48), torch.randn(5, 72)
     (row,) = quantize_(model, recipe, on_misfit="pad").quantized
     assert row.kernel == kernel
     assert [each.kernel for each in qtorch.explain(model)] == [kernel]
-    with record_kernels() as ran:
+    with qtorch.kernels.custom_ops.record_kernels() as ran:
         model(x)
     assert ran[:2] == [f"linear:{kernel}", kernel]
     model(x)
@@ -269,7 +259,7 @@ def test_views_of_padded_weights() -> None:
     wanted = torch.bmm(x, floats.mT)
     assert isinstance(weight.mT, TransposedWeight)
     torch.testing.assert_close(torch.bmm(x, weight.mT), wanted)
-    torch.testing.assert_close(functional.linear(x[1], weight[1]), wanted[1])
+    torch.testing.assert_close(nn.functional.linear(x[1], weight[1]), wanted[1])
     torch.testing.assert_close(x[1] @ weight[1].t(), wanted[1])
     torch.testing.assert_close(torch.randn(0, 48) @ weight[1], torch.empty(0, 72))
     y = torch.randn(4, 48)
@@ -291,7 +281,7 @@ def test_padding_along_inputs_and_gradients() -> None:
     quantize_(model, MISFIT_INT4, on_misfit="pad")
     assert model["head"].weight is model["embed"].weight
     ids = torch.tensor([[1, 3], [9, 0]])
-    assert torch.equal(model["embed"](ids), functional.embedding(ids, model["head"].weight.dequantize()))
+    assert torch.equal(model["embed"](ids), nn.functional.embedding(ids, model["head"].weight.dequantize()))
     model = net(72, 48, 31)
     quantize_(model, MISFIT_INT4, on_misfit="pad")
     x = torch.randn(5, 72, requires_grad=True)

@@ -8,10 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import find_uses, int8_weight_only, load_quantized, quantize_, quantize_checkpoint, register_weight_kind
 from qtorch.checkpoint.sources import Source, open_source
 from qtorch.checkpoint.stacked_experts import fuse_experts, is_fused, split_experts
 from qtorch.dtypes import AffineQuantizedTensor, QuantizedTensor, TransposedWeight
@@ -19,7 +17,7 @@ from qtorch.model.weight_kinds import EXPERTS, LINEAR_IN_OUT, RULES, UNKNOWN, We
 from qtorch.recipes.base import WeightRecipe
 from tests.refusals import refuses
 
-INT8 = int8_weight_only()
+INT8 = qtorch.int8_weight_only()
 
 
 class Mixture(nn.Module):
@@ -41,7 +39,7 @@ class Mixture(nn.Module):
         x = x + self.conv(x.mT).mT
         rows = x.flatten(0, 1)
         weight = self.experts.down_proj
-        each = torch.stack([rows @ w if self.is_transposed else functional.linear(rows, w) for w in weight])  # type: ignore[union-attr]
+        each = torch.stack([rows @ w if self.is_transposed else nn.functional.linear(rows, w) for w in weight])  # type: ignore[union-attr]
         return self.head(torch.einsum("eto,te->to", each, self.gate(rows).softmax(-1)))
 
 
@@ -58,29 +56,29 @@ def quantized(model: nn.Module) -> set[str]:
 def test_words_for_what_is_reached(targets: Any, found: list[str]) -> None:
     for recipe in (INT8, {".*": INT8}):
         model = Mixture(True)
-        quantize_(model, recipe, targets=targets)
+        qtorch.quantize_(model, recipe, targets=targets)
         assert sorted(quantized(model)) == found
 
 
 def test_routers_and_unknown_modules() -> None:
     model = Mixture(False)
-    report = quantize_(model, INT8)
+    report = qtorch.quantize_(model, INT8)
     (row,) = [row for row in report.skipped if row.name == "gate.weight"]
     assert row.detail == 'a router, which stays in floating point; ask for it by name, or with targets="all"'
-    quantize_(model, {"gate": INT8})
+    qtorch.quantize_(model, {"gate": INT8})
     assert "gate.weight" in quantized(model)
     names = {"", "a", "a.gate", "a.experts", "b", "b.gate", "c.router", "c.router.layer"}
     assert {name for name in names if is_router(name, names)} == {"a.gate", "c.router", "c.router.layer"}
     dense = nn.ModuleDict({"gate": nn.Linear(8, 8)})  # of a gated layer, without experts
-    quantize_(dense, INT8)
+    qtorch.quantize_(dense, INT8)
     assert quantized(dense) == {"gate.weight"}
     for targets in ("linears", ["linear", 3], 3):
         with pytest.raises(ValueError, match=r'targets is one or some of .*"?all.*got'):
-            quantize_(nn.Linear(8, 8), INT8, targets=targets)  # type: ignore[arg-type]
+            qtorch.quantize_(nn.Linear(8, 8), INT8, targets=targets)  # type: ignore[arg-type]
     model, x = Strange(), torch.randn(3, 8)
     wanted = model(x).detach()
-    uses = find_uses(model, x)
-    report = quantize_(model, INT8, targets=uses)
+    uses = qtorch.find_uses(model, x)
+    report = qtorch.quantize_(model, INT8, targets=uses)
     assert quantized(model) == {"kernel"}
     assert isinstance(model.kernel, TransposedWeight)
     assert 0 < float((model(x) - wanted).norm() / wanted.norm()) < 0.02
@@ -97,7 +95,7 @@ def test_routers_and_unknown_modules() -> None:
 def test_experts_and_uses(is_transposed: bool) -> None:
     model = Mixture(is_transposed)
     weight = model.experts.down_proj.detach().clone()  # type: ignore[union-attr]
-    quantize_(model, INT8)
+    qtorch.quantize_(model, INT8)
     made: Any = model.experts.down_proj
     assert isinstance(made, TransposedWeight) == is_transposed
     assert made.scales()[0].shape == (4, 32, 1)
@@ -106,7 +104,7 @@ def test_experts_and_uses(is_transposed: bool) -> None:
     assert bool((error <= largest / 127 / 2 * 1.001).all())
     assert bool((error > 0).any())
     model = Mixture(is_transposed)
-    uses = find_uses(model, torch.randint(0, 16, (2, 5)))
+    uses = qtorch.find_uses(model, torch.randint(0, 16, (2, 5)))
     assert uses["embed.weight"].obstacle == "is not multiplied: its rows were looked up"
     assert uses["embed.weight"].lookups == 10
     (of_experts,) = uses["experts.down_proj"].contractions
@@ -131,7 +129,7 @@ class Strange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("bi,io->bo", x, self.kernel)
-        y = y @ self.both + functional.linear(y, self.both) + y @ (self.scaled * 2)
+        y = y @ self.both + nn.functional.linear(y, self.both) + y @ (self.scaled * 2)
         return (y + self.table[0]) * self.layer_scale.flatten()
 
 
@@ -144,14 +142,14 @@ def rules() -> Iterator[None]:
 
 @pytest.mark.usefixtures("rules")
 def test_kinds_of_other_packages() -> None:
-    @register_weight_kind
+    @qtorch.register_weight_kind
     def mine(module: nn.Module, attribute: str) -> WeightKind | None:
         return LINEAR_IN_OUT if isinstance(module, Strange) and attribute == "kernel" else None
 
     model, x = Strange(), torch.randn(3, 8)
     assert kind_of(model, "kernel") is LINEAR_IN_OUT
     assert kind_of(model, "both") is UNKNOWN
-    quantize_(model, INT8)
+    qtorch.quantize_(model, INT8)
     assert isinstance(model.kernel, TransposedWeight)
     assert torch.equal(model.kernel.matrix.plain()[1], INT8.apply(Strange().kernel.mT).plain()[1])  # type: ignore[attr-defined]
     model(x)
@@ -162,43 +160,43 @@ def test_depthwise_weights_that_are_viewed() -> None:
     conv, x = nn.Conv1d(8, 8, 4, groups=8), torch.randn(2, 8, 20)
     plain = nn.Module()
     plain.weight = nn.Parameter(conv.weight.detach().squeeze(1).clone())
-    quantize_(conv, INT8, targets="all")
-    quantize_(plain, {"weight": INT8})
+    qtorch.quantize_(conv, INT8, targets="all")
+    qtorch.quantize_(plain, {"weight": INT8})
     wanted = conv(x)
     squeezed = conv.weight.squeeze(1)
     assert isinstance(squeezed, AffineQuantizedTensor)
-    assert torch.equal(functional.conv1d(x, squeezed.unsqueeze(1), conv.bias, groups=8), wanted)
-    assert torch.equal(functional.conv1d(x, plain.weight.unsqueeze(1), conv.bias, groups=8), wanted)
-    with pytest.raises(TypeError, match="conv1d takes a float input and a ConvWeight"):
-        functional.conv1d(x, INT8.apply(torch.randn(8, 8, 4)), None)
+    assert torch.equal(nn.functional.conv1d(x, squeezed.unsqueeze(1), conv.bias, groups=8), wanted)
+    assert torch.equal(nn.functional.conv1d(x, plain.weight.unsqueeze(1), conv.bias, groups=8), wanted)
+    with pytest.raises(TypeError, match="conv1d takes floats and a ConvWeight"):
+        nn.functional.conv1d(x, INT8.apply(torch.randn(8, 8, 4)), None)
 
 
 def test_axes_in_files_and_names(tmp_path: Path) -> None:
     """A weight that was quantized along one axis does not become that of a layer that contracts another."""
     transformers = pytest.importorskip("transformers.pytorch_utils")
     layer = transformers.Conv1D(8, 8)
-    quantize_(layer, INT8)
+    qtorch.quantize_(layer, INT8)
     qtorch.save_quantized(layer, tmp_path / "model.safetensors")
     other = transformers.Conv1D(8, 8)
-    load_quantized(other, tmp_path / "model.safetensors")
+    qtorch.load_quantized(other, tmp_path / "model.safetensors")
     assert torch.equal(other.weight.dequantize(), layer.weight.dequantize())
     with pytest.raises(ValueError, match=r"weight is quantized as a weight that is stored as \(inputs, outputs\), but"):
-        load_quantized(nn.Linear(8, 8), tmp_path / "model.safetensors")
+        qtorch.load_quantized(nn.Linear(8, 8), tmp_path / "model.safetensors")
     pytest.importorskip("transformers")
     from transformers.pytorch_utils import Conv1D
 
     model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": Conv1D(8, 8)})
     model["b"].weight = model["a"].weight
-    refuses(r"a: is shared by a.weight \(linear\) and b.weight .*different axes", lambda: quantize_(model, INT8))
+    refuses(r"a: is shared by a.weight \(linear\) and b.weight .*different axes", lambda: qtorch.quantize_(model, INT8))
     # Asked for by name, they are refused now and not in the first forward pass.
     model = Strange()
     for module in (nn.LSTM(8, 8), nn.GRU(8, 8), nn.Bilinear(8, 8, 8), nn.ConvTranspose1d(8, 8, 3)):
         model.inner = module
         name = "inner." + next(iter(dict(module.named_parameters())))
         with pytest.raises(ValueError, match=rf"{name}: is a parameter of {type(module).__name__}, which has no quant"):
-            quantize_(model, {name: INT8, "kernel": INT8})
+            qtorch.quantize_(model, {name: INT8, "kernel": INT8})
         assert quantized(model) == set()
-    refuses(r"layer_scale: has shape \(16, 1, 1\), a vector", lambda: quantize_(model, {"layer_scale": INT8}))
+    refuses(r"layer_scale: has shape \(16, 1, 1\), a vector", lambda: qtorch.quantize_(model, {"layer_scale": INT8}))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
@@ -214,10 +212,10 @@ def test_a_checkpoint_without_its_model(name: str, tmp_path: Path) -> None:
     model.config.save_pretrained(folder)
     tied = model._tied_weights_keys if model.config.tie_word_embeddings else {}
     save_file({k: v.contiguous() for k, v in model.state_dict().items() if k not in tied}, folder / "model.safetensors")
-    report = quantize_checkpoint(folder, tmp_path / "out.safetensors", qtorch.int4_weight_only(group_size=32))
-    quantize_(model, {row.name: qtorch.int4_weight_only(group_size=32) for row in report.quantized})
+    report = qtorch.quantize_checkpoint(folder, tmp_path / "out.safetensors", qtorch.int4_weight_only(group_size=32))
+    qtorch.quantize_(model, {row.name: qtorch.int4_weight_only(group_size=32) for row in report.quantized})
     fresh, _ = built(name)
-    load_quantized(fresh, tmp_path / "out.safetensors")
+    qtorch.load_quantized(fresh, tmp_path / "out.safetensors")
     transposed = 0
     for row in report.quantized:
         one, other = fresh.get_parameter(row.name), model.get_parameter(row.name)
@@ -229,14 +227,10 @@ def test_a_checkpoint_without_its_model(name: str, tmp_path: Path) -> None:
 
 
 RECIPES = [
-    qtorch.int8_weight_only(),
-    qtorch.int4_weight_only(group_size=16),
-    qtorch.float8_weight_only(),
-    qtorch.float8_weight_only(granularity=qtorch.PerTensor()),
-    qtorch.nvfp4_weight_only(),
-    qtorch.nf4_weight_only(group_size=32),
-    qtorch.int8_static_activation_int8_weight(0.02),
-]
+    qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=16), qtorch.float8_weight_only(),
+    qtorch.float8_weight_only(granularity=qtorch.PerTensor()), qtorch.nvfp4_weight_only(),
+    qtorch.nf4_weight_only(group_size=32), qtorch.int8_static_activation_int8_weight(0.02),
+]  # fmt: skip
 
 FUSED = "layers.0.mlp.experts.gate_up_proj"
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..dtypes.products import inlined
 from ..kernels.conv import input_rows, prepare_conv
@@ -61,7 +59,7 @@ def memory_has_moved() -> None:
     _MOVES[0] += 1
 
 
-class UseRecorder(TorchFunctionMode):
+class UseRecorder(torch.overrides.TorchFunctionMode):
     """Call `seen` with each `Use` of one of `weights`; a quantized one has no memory of its own, so views of it are not
     recognized. `transposed` has the ids of parameters that are stored as (K, N). ``added(weight, residual)`` is called
     where the output of a product is added to another tensor of its shape, as at the end of a residual branch."""
@@ -72,7 +70,7 @@ class UseRecorder(TorchFunctionMode):
     ) -> None:  # fmt: skip
         super().__init__()
         self.weights, self.seen, self.added, self.transposed = list(weights), seen, added, transposed
-        self.outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.outputs: torch.utils.weak.WeakIdKeyDictionary = torch.utils.weak.WeakIdKeyDictionary()
         self.count = 0
         self.moves = -1
 

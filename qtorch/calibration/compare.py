@@ -17,14 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils._pytree import tree_map
 
 from ..dtypes import QuantizedTensor
 from ..model.install import PreparedModule, check_model
 from ..model.report import format_table, quantization_error
-from .allocation.allocation import canvas, write_report
-from .allocation.scores import Rows
+from .allocation import allocation, scores
 from .captures import without_padding
 from .data import Data, eval_mode, tensors_of
 from .engine.streams import replaced_forwards
@@ -104,7 +101,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """JSON data: all fields. A number that is not finite is None."""
         data: dict[str, Any] = asdict(self)
-        return tree_map(lambda x: x if not isinstance(x, float) or math.isfinite(x) else None, data)
+        return torch.utils._pytree.tree_map(lambda x: x if not isinstance(x, float) or math.isfinite(x) else None, data)
 
     def __str__(self) -> str:
         header = ("module", "own dB", "accumulated", "weight", "cosine", "share", "channels", "tokens", "weights")
@@ -116,10 +113,10 @@ class Comparison:
     def save(self, folder: str | os.PathLike[str], *, png: bool | None = None) -> Path:
         """Write ``comparison.json`` and, where matplotlib is installed, ``errors.png`` to a folder, which is made; with
         `png` an ImportError says that matplotlib is missing."""
-        return write_report(folder, self.to_json(), ("comparison.json", "errors.png"), self._draw, png)
+        return allocation.write_report(folder, self.to_json(), ("comparison.json", "errors.png"), self._draw, png)
 
     def _draw(self, path: Path) -> None:
-        with canvas(path, 2 + len(self.modules) / 6) as axes:
+        with allocation.canvas(path, 2 + len(self.modules) / 6) as axes:
             for error in ("own", "accumulated"):
                 found = [(m.name, getattr(m, error).sqnr) for m in self.modules if getattr(m, error) is not None]
                 axes.plot([sqnr for _, sqnr in found], [name for name, _ in found], "o", label=error)
@@ -266,13 +263,13 @@ def compare_models(
             with ExitStack() as stack:
                 for unit in units:
                     stack.enter_context(unit.watched(index, of_batch, quantized=False))
-                wanted = Rows.of(data.call(reference, batch), of_batch)
+                wanted = scores.Rows.of(data.call(reference, batch), of_batch)
             tokens, logits = tokens + len(wanted.values), wanted.are_logits
             for number, swap in enumerate(swaps):
                 with ExitStack() as stack, replaced_forwards(swap):
                     for unit in units if number == 0 else ():
                         stack.enter_context(unit.watched(index, of_batch, quantized=True))
-                    found = Rows.of(data.call(model, batch), of_batch)
+                    found = scores.Rows.of(data.call(model, batch), of_batch)
                 sums[number] += float(wanted.divergence(found).sum())
             for unit in units:
                 unit.outputs.clear()
@@ -288,7 +285,7 @@ def _units(model: nn.Module, reference: nn.Module) -> list[_Unit]:
         held = module._parameters.values()
         if not isinstance(module, PreparedModule) and not any(isinstance(each, QuantizedTensor) for each in held):
             continue
-        if isinstance(module, NonDynamicallyQuantizableLinear):
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             name = name.rpartition(".")[0]  # attention of torch multiplies with its weight and does not call it
         try:
             units.setdefault(name, _Unit(name, modules[name], reference.get_submodule(name)))

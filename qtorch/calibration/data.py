@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .captures import Use, UseRecorder
 from .statistics import Statistic, Statistics
@@ -58,9 +57,7 @@ class Data:
             ValueError: they do not; there is no batch, or an empty one; or `batches` is itself one batch.
         """
         if isinstance(self.batches, Tensor | Mapping | str) or not isinstance(self.batches, Iterable):
-            raise ValueError(
-                f"calibration: batches is a list of inputs of the model, got {_described(self.batches)}; write [batch]"
-            )
+            raise ValueError(f"calibration: batches is a list of inputs, got {_described(self.batches)}; write [batch]")
         batches = list(self.batches)
         if not batches:
             raise ValueError(NO_BATCH)
@@ -92,8 +89,8 @@ def _described(batch: Any) -> str:
 def _leaves(value: Any) -> list[Any]:
     """What is in a batch or an output, also where it is a mapping that `torch.utils._pytree` does not know."""
     leaves: list[Any] = []
-    for leaf in tree_leaves(value):
-        leaves += tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        leaves += torch.utils._pytree.tree_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf]
     return leaves
 
 

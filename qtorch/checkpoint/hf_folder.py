@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..dtypes.matrix_weight import type_of_scheme
 from ..primitives.files import naming, read_json
@@ -124,7 +123,7 @@ class HFFolder:
         """`files.naming` with the file that holds the tensor `stored`, and with its name or another."""
         return naming(self.file_of(stored), name or stored)
 
-    def read(self, name: str, *, mmap: bool = False) -> Tensor:
+    def read(self, name: str, *, mmap: bool = False) -> torch.Tensor:
         """A tensor, read into memory or, with `mmap`, mapped from its file where it is aligned."""
         file = self._owners[name]
         return file.map(name) if mmap else file.read(name)
@@ -185,7 +184,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return data
 
 
-Parts = tuple[Tensor, dict[str, Tensor]]
+Parts = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Codes, and the other tensors of a quantized tensor by the names of `QuantizedTensor.canonical`."""
 
 
@@ -264,7 +263,7 @@ class FolderSource(Source):
         nbytes = sum(map(self.folder.nbytes, weight.tensors))
         return Contents(weight.scheme.shape, weight.scheme.dtype, nbytes, weight.scheme)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         weight = self.weights.get(name)
         if weight is None:
             return self.folder.read(name, mmap=self.mmap)
@@ -273,7 +272,7 @@ class FolderSource(Source):
             scheme = self.scheme_of(weight, others)
             return type_of_scheme(scheme).from_canonical(codes, others, scheme)
 
-    def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
+    def scheme_of(self, weight: StoredWeight, others: Mapping[str, torch.Tensor]) -> Scheme:
         """The scheme of a weight when these tensors of it have been read."""
         return weight.scheme
 

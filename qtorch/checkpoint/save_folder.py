@@ -25,9 +25,7 @@ from ..dtypes import QuantizedTensor, serialize
 from ..model.install import PreparedModule
 from ..primitives.files import read_json
 from ..primitives.tracing import plain_name
-from .header import TOKEN
-from .hf_folder import CONFIG
-from .sources import Source
+from . import header, hf_folder, sources
 from .tensor_file import NAMES, places_of, write_tensors
 
 SAVE_FORMATS: "dict[str, type[SaveFormat]]" = {}
@@ -61,7 +59,7 @@ class SaveFormat(ABC):
         self.model_config: Mapping[str, Any] = config or {}
 
     @classmethod
-    def prepare(cls, source: Source, config: Mapping[str, Any]) -> Source:
+    def prepare(cls, source: sources.Source, config: Mapping[str, Any]) -> sources.Source:
         """`source`, with the names that `store` takes."""
         return source
 
@@ -175,7 +173,7 @@ def _identity(tensor: Tensor) -> Any:
 def temporary_beside(path: Path) -> Iterator[Path]:
     """A folder ``.<name>.<8 hexadecimal digits>.tmp`` beside `path`; those of processes that died are removed."""
     with alone_in(path.parent):
-        for stale in path.parent.glob(f".{glob.escape(path.name)}.{TOKEN}.tmp"):
+        for stale in path.parent.glob(f".{glob.escape(path.name)}.{header.TOKEN}.tmp"):
             if (held := _hold(stale)) is not None:
                 shutil.rmtree(stale, ignore_errors=True)
                 os.close(held)
@@ -245,7 +243,7 @@ def save_folder(
             made.write(sorted(temporary.glob("model*.safetensors")), temporary / folder.name, temporary)
             os.replace(temporary / folder.name, folder)
             return
-        write_json(temporary / CONFIG, {**config, "quantization_config": made.config()})
+        write_json(temporary / hf_folder.CONFIG, {**config, "quantization_config": made.config()})
         with alone_in(folder.absolute().parent):
             _move(temporary, folder)
 
@@ -259,7 +257,7 @@ def _write_configs(model: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(model, nn.Module) or not hasattr(config, "save_pretrained"):
         return dtype
     config.save_pretrained(folder)
-    contents: dict[str, Any] = read_json(folder / CONFIG)
+    contents: dict[str, Any] = read_json(folder / hf_folder.CONFIG)
     contents.setdefault("architectures", [type(model).__name__])
     if contents["architectures"] is None:
         contents["architectures"] = [type(model).__name__]
@@ -338,7 +336,7 @@ def _move(temporary: Path, folder: Path) -> None:
         temporary.rename(folder)
         return
     new = {path.name for path in temporary.iterdir()}
-    for name in sorted(new, key=lambda name: (name == CONFIG, name == INDEX, name)):
+    for name in sorted(new, key=lambda name: (name == hf_folder.CONFIG, name == INDEX, name)):
         os.replace(temporary / name, folder / name)
     for stale in [*folder.glob("model-*-of-*.safetensors"), folder / SINGLE, folder / INDEX]:
         if stale.name not in new:

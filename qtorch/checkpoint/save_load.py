@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor, serialize
+from ..model import module_repr, weight_kinds
 from ..model.install import Change, check_model, install, keep_attributes, tell
-from ..model.module_repr import show_quantized
-from ..model.weight_kinds import kind_of
 from ..primitives.tracing import plain_name
+from . import sources, stacked_experts
 from .header import Header, all_shards, check_fits, check_names, check_shape, shard_paths
 from .save_folder import alone_in, check_converted, save_folder, temporary_beside, with_first_names, write_file
-from .sources import PICKLES, open_source
-from .stacked_experts import fuse_experts
 from .tensor_file import OWN_FORMAT, Place, checksum, places_of
 
 
@@ -50,7 +48,7 @@ def save_quantized(
         save_folder(model_or_state_dict, path, format, max_shard_size=max_shard_size)
         return
     path = Path(path)
-    if path.suffix in PICKLES:
+    if path.suffix in sources.PICKLES:
         raise ValueError(f"save_quantized: {path.name} is a name of files of torch.save; write {path.stem}.safetensors")
     if path.is_dir():
         raise IsADirectoryError(f"save_quantized: {path} is a folder; give the name of a file in it")
@@ -82,7 +80,7 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
             raise ValueError(f"save_quantized: {name or 'the model'} has extra state, which safetensors cannot hold")
     found: dict[str, Tensor] = {}
     for name, (module, attribute, tensor) in places_of(source):
-        held = kind_of(module, attribute).held
+        held = weight_kinds.kind_of(module, attribute).held
         if held is not None and isinstance(tensor, QuantizedTensor) and tensor.trains:
             # It has the axes of the parameter, the weight that serves those of a matrix.
             raise ValueError(f"save_quantized: {name} is in training: quantize_(model, convert()), or torch.save it")
@@ -158,8 +156,8 @@ def load_quantized(
     check_model("load_quantized", model)
     path = Path(path)
     places = dict(places_of(model))
-    with open_source(path, verify=verify, mmap=mmap) as opened:
-        source = fuse_experts(opened, places)
+    with sources.open_source(path, verify=verify, mmap=mmap) as opened:
+        source = stacked_experts.fuse_experts(opened, places)
         aliases = {**_shared(places, source.names), **source.aliases}
         # Earlier versions wrote the names of compiled models as torch.compile changes them.
         aliases = {plain_name(name): aliases.get(name, name) for name in source.names | aliases.keys()}
@@ -189,7 +187,7 @@ def load_quantized(
             changes.append(Change(module._parameters, attribute, keep_attributes(tensor, old)))
     install(changes)
     for module in model.modules():
-        show_quantized(module)
+        module_repr.show_quantized(module)
     tell(model)
     return model
 

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..dtypes.serialize import Entry, from_canonical, scheme_of
-from ..primitives.files import naming
-from ..primitives.spec import Scheme
+from ..primitives import files, spec
 from .header import HEADER_CHECKSUM, Header
 from .tensor_file import Stored, TensorFile, checksum, pickled_error
 
@@ -33,7 +31,7 @@ class Contents(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
-    scheme: Scheme | None = None
+    scheme: spec.Scheme | None = None
 
 
 class Source(ABC):
@@ -67,7 +65,7 @@ class Source(ABC):
         """What is stored under `name`, which must not be an alias."""
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         """Read the tensor called `name`, which must not be an alias: a `QuantizedTensor` if it is stored quantized."""
 
     def optional(self) -> Set[str]:
@@ -120,7 +118,7 @@ class CanonicalSource(Source):
         """Dtype, shape and place of what is stored under `key`."""
 
     @abstractmethod
-    def read(self, key: str) -> Tensor:
+    def read(self, key: str) -> torch.Tensor:
         """Read what is stored under `key`."""
 
     def contents(self, name: str) -> Contents:
@@ -129,17 +127,17 @@ class CanonicalSource(Source):
         nbytes = sum(part.stop - part.start for part in parts)
         if entry is None:
             return Contents(parts[0].shape, parts[0].dtype, nbytes)
-        with naming(self.path, name):
+        with files.naming(self.path, name):
             scheme = scheme_of(entry)
         return Contents(scheme.shape, scheme.dtype, nbytes, scheme)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         entry = self.entries.get(name)
         if entry is None:
             return self.read(name)
         # Errors of `read` name the file and the tensor already.
         parts = {key: self.read(key) for key in entry["tensors"].values()}
-        with naming(self.path, name):
+        with files.naming(self.path, name):
             return from_canonical(entry, parts.pop)
 
 
@@ -174,7 +172,7 @@ class QtorchSource(CanonicalSource):
 
     def __init__(self, root: TensorFile, verify: bool, mmap: bool) -> None:
         self.path, self.verify, self.mmap = root.path, verify, mmap
-        with naming(self.path):
+        with files.naming(self.path):
             self.header = Header.parse(root.metadata)
         self.names, self.aliases, self.entries = self.header.names, self.header.aliases, self.header.quantized
         self.owners: dict[str, TensorFile] = dict.fromkeys(root.stored, root)
@@ -208,9 +206,9 @@ class QtorchSource(CanonicalSource):
     def stored(self, key: str) -> Stored:
         return self.owners[key].stored[key]
 
-    def read(self, key: str) -> Tensor:
+    def read(self, key: str) -> torch.Tensor:
         file = self.owners[key]
-        read: Callable[[str], Tensor] = file.map if self.mmap else file.read
+        read: Callable[[str], torch.Tensor] = file.map if self.mmap else file.read
         tensor = read(key)
         if self.verify and checksum(tensor) != self.header.checksums[key]:
             raise ValueError(f"{file.path}: {key} is corrupted: its data does not match its checksum")

@@ -61,12 +61,8 @@ W1_W3_W2 = ExpertNames("w1", "w3", "w2")
 CONVENTIONS = (QWEN_MOE, MIXTRAL, W1_W3_W2)
 
 OF_MODEL_TYPE: dict[str, ExpertNames] = {
-    "mixtral": MIXTRAL,
-    "minimax": MIXTRAL,
-    "minimax_m2": MIXTRAL,
-    "phimoe": MIXTRAL,
-    "lfm2_moe": W1_W3_W2,
-}
+    "mixtral": MIXTRAL, "minimax": MIXTRAL, "minimax_m2": MIXTRAL, "phimoe": MIXTRAL, "lfm2_moe": W1_W3_W2,
+}  # fmt: skip
 """Conventions by the `model_type` of config.json; all others are named like `QWEN_MOE`."""
 
 FUSED_IN_FILES = frozenset({"gpt_oss", "llama4", "llama4_text", "dbrx", "granitemoe", "granitemoeshared", "jetmoe"})

@@ -63,16 +63,10 @@ def _quantize(arguments: argparse.Namespace) -> None:
     format = format_of(arguments)
     default = Path({"qtorch": "quantized.safetensors", "gguf": "quantized.gguf"}.get(format, "quantized"))
     report = quantize_checkpoint(
-        arguments.src,
-        arguments.dst or default,
-        recipe,
-        targets=asked_targets(arguments),
-        on_misfit=arguments.on_misfit,
-        format=format,
-        max_shard_size=arguments.max_shard_size,
-        progress=shows_progress(arguments),
-        dry_run=arguments.dry_run,
-    )
+        arguments.src, arguments.dst or default, recipe, targets=asked_targets(arguments),
+        on_misfit=arguments.on_misfit, format=format, max_shard_size=arguments.max_shard_size,
+        progress=shows_progress(arguments), dry_run=arguments.dry_run,
+    )  # fmt: skip
     show(arguments, {"format": format, **report.to_json()}, str(report))
 
 
@@ -123,13 +117,9 @@ def _convert(arguments: argparse.Namespace) -> None:
         pairs = [text.rpartition("=") for text in arguments.type]
         options = {"types": {name or ".*": kind for name, _, kind in pairs}, "requantize": arguments.requantize}
     convert_checkpoint(
-        arguments.src,
-        arguments.dst,
-        format=format,
-        max_shard_size=arguments.max_shard_size,
-        progress=shows_progress(arguments),
-        options=options,
-    )
+        arguments.src, arguments.dst, format=format, max_shard_size=arguments.max_shard_size,
+        progress=shows_progress(arguments), options=options,
+    )  # fmt: skip
     files = [path for path in arguments.dst.rglob("*") if path.is_file()] if arguments.dst.is_dir() else [arguments.dst]
     nbytes = sum(path.stat().st_size for path in files)
     data = {"format": format, "path": str(arguments.dst), "bytes": nbytes}

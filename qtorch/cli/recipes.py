@@ -22,9 +22,8 @@ from ..checkpoint.sources import Contents, Source
 from ..checkpoint.streaming import assignment, partial
 from ..dtypes.matrix_weight import MatrixScheme
 from ..model.misfit import Padded
-from ..primitives import files, jsonable
-from ..primitives.jsonable import from_json
-from ..primitives.spec import Scheme
+from ..primitives import Scheme, files, from_json
+from ..primitives.jsonable import CLASSES
 from ..recipes.base import RECIPES, Recipe, WeightRecipe
 from .arguments import UsageError, unknown_recipe
 
@@ -110,7 +109,7 @@ def _value(node: ast.expr) -> Any:
     """The value of a literal, of a name of this package or of torch, or of a call of a constructor of this package."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         name = node.func.id
-        if (kind := RECIPES.get(name) or jsonable._CLASSES.get(name)) is None:
+        if (kind := RECIPES.get(name) or CLASSES.get(name)) is None:
             raise UsageError(f"there is no recipe, rule, layout or granularity {name!r}")
         keywords = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
         return _make(kind, [_value(argument) for argument in node.args], keywords, name)
@@ -132,7 +131,7 @@ class _Word(str):
 def _member(owner: str, name: str) -> Any:
     if owner == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
-    kind = jsonable._CLASSES.get(owner)
+    kind = CLASSES.get(owner)
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
         return kind[name]
     raise UsageError(f"there is no {owner}.{name}")

@@ -293,9 +293,7 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
 
     def map_inner(self: Q, function: Callable[[Tensor], Tensor], scheme: Scheme | None = None) -> Q:
         """A tensor of the same class with `function` applied to each inner tensor."""
-        return type(self)(
-            {name: function(tensor) for name, tensor in self.inner_tensors.items()}, scheme or self.scheme
-        )
+        return type(self)({name: function(part) for name, part in self.inner_tensors.items()}, scheme or self.scheme)
 
     def moved(self: Q, device: torch.device, move: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Q:
         """The tensor on `device`, to which `move` moves an inner tensor, with the logical dtype `dtype`."""

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives import LinearSpec, granularity, tracing
-from ..primitives.jsonable import jsonable
+from ..primitives import LinearSpec, granularity, jsonable, tracing
 from . import base, dispatch, matrix_weight, ops
 
 aten = torch.ops.aten

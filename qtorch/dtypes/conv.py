@@ -22,12 +22,10 @@ from torch import Tensor, nn
 
 from ..kernels.conv import CONVOLUTIONS, Size, Window, from_matrix, multiply_windows, prepare_conv, to_matrix, windows
 from ..kernels.registry import Problem, choose
-from ..primitives import Scheme, tracing
-from ..primitives.jsonable import jsonable
+from ..primitives import Scheme, jsonable, tracing
 from ..primitives.layouts import layout_for
 from . import dispatch, linear, matrix_weight, views
 from .base import QuantizedTensor
-from .linear import fast_of
 
 # Codes, scales and layout of a `ConvWeight` (N, C / groups, *kernel) are those of the matrix (N, T * C / groups), T
 # being the product of the kernel's sizes: a scale per output channel, or groups along (kernel position, channel).
@@ -130,9 +128,7 @@ def as_conv_weight(weight: Any) -> Any:
 CONVS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose weight is that of a convolution."""
 
-WINDOWS_NOTE = (
-    "on windows of the input, gathered first: on CPU slower than in fp32 where images are large, channels few"
-)
+WINDOWS_NOTE = "on windows of the input, gathered first: on CPU slower than fp32 where images are large, channels few"
 """What to know of a product that is a convolution."""
 
 
@@ -152,7 +148,7 @@ def convolution(
         input: Tensor, weight: Any, bias: Tensor | None = None, stride: Size = 1, padding: Size | str = 0,
         dilation: Size = 1, groups: int = 1,
     ) -> Tensor:  # fmt: skip
-        if not tracing.is_compiling() and (fast_conv := fast_of("fast_conv", input, weight)) is not None:
+        if not tracing.is_compiling() and (fast_conv := linear.fast_of("fast_conv", input, weight)) is not None:
             differentiates = torch.is_grad_enabled() and (input.requires_grad or linear.requires_grad(bias))
             if not differentiates and input.dim() == ndim + 2:
                 y = fast_conv(input, weight, bias, stride, padding, dilation, groups)
@@ -188,9 +184,7 @@ def _checked_shape(name: str, input: Tensor, weight: Any) -> Sequence[int]:
     tracing.refuse_jit_trace()
     takes = isinstance(weight, ConvWeight) or (isinstance(weight, QuantizedTensor) and weight.trains)
     if not takes or isinstance(input, QuantizedTensor):
-        raise TypeError(
-            f"{name} takes a float input and a ConvWeight, or one in training, got {linear.kinds(input, weight)}"
-        )
+        raise TypeError(f"{name} takes floats and a ConvWeight, or one in training, got {linear.kinds(input, weight)}")
     shape: tuple[int, ...] = weight.scheme.shape
     linear.check_dtype(name, input, weight.scheme.dtype)
     linear.check_device(name, input, weight)

@@ -8,17 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives import Scheme
+from ..primitives import Scheme, is_compiling
 from ..primitives.layouts import smallest_layout
-from ..primitives.tracing import is_compiling
+from . import copying, matrix_weight, ops
 from .base import QuantizedTensor
-from .copying import forms_of
 from .dispatch import calling_frame, implements_aten, implements_function, run_below
 from .gathering import as_sent, names_of_rows
-from .matrix_weight import AS_A_WHOLE
-from .ops import count_write
 
 aten = torch.ops.aten
 
@@ -49,7 +45,7 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Tensor:
     # As a slice has them: scales in floating point, and no blocks larger than the tensor.
     like: QuantizedTensor = tensor[: min(rows, shape[0])] if rows else tensor[:]
     kind, scheme = type(like), replace(like.scheme, shape=(rows, *shape[1:]))
-    names, forms = names_of_rows(kind, like.scheme), forms_of(kind, scheme)
+    names, forms = names_of_rows(kind, like.scheme), copying.forms_of(kind, scheme)
     inner = {
         name: torch.zeros(tuple(forms[name][0].shape), dtype=part.dtype, device=kwargs.get("device") or part.device)
         if name in names
@@ -70,7 +66,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Tensor:
             "memory of that order; .dequantize() gives a float tensor"
         )
     alias = tensor.map_inner(lambda inner: inner)
-    return return_and_correct_aliasing(aten.alias.default, (tensor,), {}, alias)
+    return torch.utils._python_dispatch.return_and_correct_aliasing(aten.alias.default, (tensor,), {}, alias)
 
 
 @implements_function(torch.Tensor.view)
@@ -126,7 +122,7 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     for name, inner in output.inner_tensors.items():
         sent = [[as_sent(getattr(part, name).contiguous()) for part in parts] for parts in inputs]
         works.append(_fill(inner, lambda received, sent=sent: func([received], sent, *rest, **kwargs)))  # type: ignore[misc]
-    count_write(output)
+    ops.count_write(output)
     return outputs, _last(works)
 
 
@@ -136,7 +132,7 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     for tensor in tensors:
         for inner in tensor.inner_tensors.values():
             works.append(_fill(inner, lambda received: func([received], *rest, **kwargs)))
-        count_write(tensor)
+        ops.count_write(tensor)
     return tensors, _last(works)
 
 
@@ -146,7 +142,7 @@ def _all_gather(func: Any, args: Any, kwargs: Any) -> Tensor:
     # A module that qtorch does not import defines it; what has called this one has.
     if hasattr(torch.ops._c10d_functional, "_wrap_tensor_autograd"):
         implements_aten(torch.ops._c10d_functional._wrap_tensor_autograd.default)(_wait)
-        AS_A_WHOLE.add(torch.ops._c10d_functional._wrap_tensor_autograd.default)
+        matrix_weight.AS_A_WHOLE.add(torch.ops._c10d_functional._wrap_tensor_autograd.default)
     kind: Any = type(tensor)
     shape = tensor.scheme.shape
     scheme = replace(tensor.scheme, shape=(shape[0] * ranks, *shape[1:]))
@@ -188,4 +184,4 @@ if torch.distributed.is_available():
         (functional.wait_tensor.default, _wait),
     ):
         implements_aten(_overload)(_handler)
-        AS_A_WHOLE.add(_overload)
+        matrix_weight.AS_A_WHOLE.add(_overload)

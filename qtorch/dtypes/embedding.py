@@ -17,9 +17,8 @@ from ..primitives.tracing import (
     transforms_active,
     unwrapped_subclass,
 )
-from . import dispatch, linear, transposed_weight
+from . import dispatch, linear, low_rank_weight, transposed_weight
 from .base import QuantizedTensor
-from .low_rank_weight import LowRankWeight, matrix_beside
 
 aten = torch.ops.aten
 
@@ -118,9 +117,9 @@ def _embedding_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
 def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     if not isinstance(table, QuantizedTensor):
         raise TypeError(f"embedding takes plain indices and a quantized table, got {linear.kinds(ids, table)}")
-    if isinstance(table, LowRankWeight):
+    if isinstance(table, low_rank_weight.LowRankWeight):
         rows = functional.embedding(ids, table.up).float() @ table.down.float()
-        return _embedding(ids, matrix_beside(table)) + rows.to(table.scheme.dtype)
+        return _embedding(ids, low_rank_weight.matrix_beside(table)) + rows.to(table.scheme.dtype)
     linear.check_device("embedding", ids, table)
     kernel = linear.find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)
     if not is_compiling():

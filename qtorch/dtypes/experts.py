@@ -21,10 +21,9 @@ from torch.nn import functional
 from ..kernels import custom_ops, registry
 from ..kernels.ops.experts import expert_by_expert
 from ..primitives import Scheme, files, from_json, to_json, tracing
-from . import linear
+from . import factories, linear
 from .base import QuantizedTensor, quantized_type
 from .dispatch import cast_for_product, implements_function, run_below
-from .factories import dispatches
 from .transposed_weight import PaddedWeight, padded_matrix
 
 
@@ -71,7 +70,7 @@ implements_function(_CALL, _CALL.default)(grouped_linear)
 
 def has_kernel(weight: Any, input: Tensor) -> bool:
     """Whether a kernel multiplies all experts in one call, for an input of this dtype on this device."""
-    if weight.trains or dispatches:
+    if weight.trains or factories.dispatches:
         return False
     if isinstance(weight, PaddedWeight):
         weight = weight.matrix
@@ -85,7 +84,7 @@ def _product(input: Tensor, weight: QuantizedTensor, _: None, experts: Tensor) -
     if tracing.transforms_active() if compiling else tracing.are_active():
         return tracing.run_whole(_product, input, weight, None, experts)
     # torchao's dispatch knows linear layers.
-    if weight.trains or dispatches:
+    if weight.trains or factories.dispatches:
         return one_by_one(input, weight, experts)
     kernel = linear.find_kernel("grouped_linear", weight.scheme, input.dtype, input.device.type)
     if not compiling:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives import LinearSpec, MappingType, PerBlock, PerRow, PerTensor, QuantSpec, ZeroPointDomain
-from ..primitives.floatx import FloatFormat
+from ..primitives import LinearSpec, MappingType, PerBlock, PerRow, PerTensor, QuantSpec, ZeroPointDomain, floatx
 from ..primitives.layouts import Layout, PackedLayout, PlainLayout
 from ..primitives.qdtype import QDType, qdtype
 from .affine_tensor import AffineQuantizedTensor
@@ -90,7 +89,7 @@ def to_affine_quantized_fpx(input_float: Tensor, ebits: int, mbits: int) -> Affi
     Raises:
         ValueError: the format is not (3, 2), (2, 3), (2, 2), (3, 1), (2, 1) or (2, 0).
     """
-    dtype = qdtype(FloatFormat(ebits, mbits).name)
+    dtype = qdtype(floatx.FloatFormat(ebits, mbits).name)
     spec = QuantSpec(dtype, PerRow(), zero_point_domain=ZeroPointDomain.NONE)
     return AffineQuantizedTensor.from_float(input_float, LinearSpec(spec, layout=PackedLayout()))
 

@@ -12,20 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import functional
 
 from ..kernels.custom_ops import recording
 from ..kernels.registry import Kernel, lookup
 from ..primitives import Scheme, tracing
-from ..primitives.tracing import are_active, starts_no_graph
-from .affine_tensor import AffineQuantizedTensor
+from . import affine_tensor, copying, dispatch, factories, parameter
 from .base import QuantizedTensor
-from .copying import forms_of
-from .dispatch import autocasts, cast_for_product, implements_function
-from .factories import dispatches
 from .low_rank_weight import LowRankWeight, branch_of, matrix_beside
-from .parameter import HOW_TO_TRAIN
 from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_matrix
 
 # The fast path of layers. All that the full path looks up and checks takes longer than the product of a small layer. So
@@ -48,10 +41,10 @@ def _others_take_part(input: Any) -> bool:
         type(input) is not Tensor
         or input.is_neg()
         or _functorch_is_active()
-        or forward_ad._current_level >= 0
+        or torch.autograd.forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
         or recording()
-        or dispatches
+        or factories.dispatches
         or torch._C._get_tracing_state()
     )
 
@@ -71,7 +64,7 @@ def find_kernel(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Ker
     return find(op, scheme, dtype, device)
 
 
-@implements_function(functional.linear)
+@dispatch.implements_function(torch.nn.functional.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with a quantized weight (N, K): input (..., K) -> (..., N), in the input's dtype."""
     compiling = tracing.is_compiling()
@@ -94,19 +87,19 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = y[..., : shape[0]]
         return y if bias is None else y + bias
     if isinstance(weight, PaddedWeight):
-        return linear(functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
+        return linear(torch.nn.functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
     if isinstance(weight, LowRankWeight):
         return linear(input, matrix_beside(weight), bias) + branch_of(input, weight)
     if input.dtype is not weight.scheme.dtype:
         check_dtype("linear", input, weight.scheme.dtype)
     check_device("linear", input, weight)
-    return cast_for_product(multiply, input, weight, bias)
+    return dispatch.cast_for_product(multiply, input, weight, bias)
 
 
 def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """`linear` of a checked input, which under autocast need not have the dtype of the weight."""
     compiling = tracing.is_compiling()
-    if tracing.transforms_active() if compiling else are_active():
+    if tracing.transforms_active() if compiling else tracing.are_active():
         if weight.trains:
             return tracing.run_whole(multiply, input, weight, bias)
         return _Transformed.apply(input, weight, bias)
@@ -114,8 +107,8 @@ def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
         if not compiling:
             weight.check_inner_tensors()
         return weight.linear(input, bias)
-    if dispatches and isinstance(weight, AffineQuantizedTensor):
-        for condition, implementation in dispatches.items():
+    if factories.dispatches and isinstance(weight, affine_tensor.AffineQuantizedTensor):
+        for condition, implementation in factories.dispatches.items():
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
     find = _lookup_constant if compiling else lookup
@@ -138,7 +131,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return *_gradients(ctx, saved_weight(ctx), grad_outputs[0]), None
 
@@ -155,7 +148,7 @@ class _Transformed(torch.autograd.Function):
         ctx.weight = tracing.unwrapped_subclass(inputs[1])
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[1]:
             raise frozen_error(ctx.weight)
@@ -223,7 +216,7 @@ def check_dtype(op: str, input: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"{op} takes a floating-point input, got {input.dtype}: input.to({dtype})")
     # Autocast does not cast fp64.
     double = input.dtype == torch.float64
-    if double or not autocasts(input.device.type):
+    if double or not dispatch.autocasts(input.device.type):
         hint = "" if double else f", model.to({input.dtype}), or torch.autocast"
         raise ValueError(
             f"{op}: expected an input of dtype {dtype}, which the weight has, got {input.dtype}: "
@@ -235,7 +228,7 @@ def frozen_error(weight: Tensor) -> RuntimeError:
     """The error to raise when a transform requests the gradient of `weight`."""
     return RuntimeError(
         f"the gradient of a frozen quantized weight was requested ({weight!r}). Differentiate with respect to other "
-        f"tensors; {HOW_TO_TRAIN}"
+        f"tensors; {parameter.HOW_TO_TRAIN}"
     )
 
 
@@ -247,7 +240,7 @@ def save_weight(ctx: Any, weight: QuantizedTensor) -> None:
         return
     own, kind = vars(weight), type(weight)
     scheme = own["scheme"]
-    names = forms_of(kind, scheme)
+    names = copying.forms_of(kind, scheme)
     ctx.save_for_backward(*[own[name] for name in names])
     ctx.weight = kind, names, scheme
 

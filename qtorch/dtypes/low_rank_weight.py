@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ..primitives.jsonable import jsonable
+from ..primitives import is_compiling, jsonable
 from ..primitives.layouts.base import Form, Forms, check_inner_tensors
 from ..primitives.low_rank_factors import low_rank_factors
-from ..primitives.tracing import is_compiling
 from . import base, matrix_weight, views
 
 aten = torch.ops.aten
@@ -170,11 +168,11 @@ def in_halves(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tenso
 def matrix_beside(weight: LowRankWeight) -> Any:
     """The matrix beside the branch, also while a compiler traces, which then sees a view of the weight."""
     if is_compiling() and not weight.scheme.layout.traces_views:
-        return functional.pad(weight, (0, 0))
+        return torch.nn.functional.pad(weight, (0, 0))
     return weight.matrix
 
 
 def branch_of(input: Tensor, weight: LowRankWeight) -> Tensor:
     """(x down^T) up^T, in the dtype of the input."""
     down, up = weight.down.to(input.dtype), weight.up.to(input.dtype)
-    return functional.linear(functional.linear(input, down), up)
+    return torch.nn.functional.linear(torch.nn.functional.linear(input, down), up)

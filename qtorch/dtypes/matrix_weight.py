@@ -11,10 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..primitives import LinearSpec, QuantSpec, Scheme
-from ..primitives.jsonable import jsonable
+from ..primitives import LinearSpec, QuantSpec, Scheme, is_compiling, jsonable
 from ..primitives.layouts import Forms, Plain
-from ..primitives.tracing import is_compiling
 from .base import QuantizedTensor, quantized_type
 
 aten = torch.ops.aten

@@ -4,10 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives import QuantSpec, Scheme
-from ..primitives.tracing import is_compiling
+from ..primitives import QuantSpec, Scheme, is_compiling
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 
@@ -19,7 +17,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Tensor:
     alias = args[0].map_inner(lambda tensor: tensor)
     if args[0]._copied_parts:
         vars(alias)["_copied_parts"] = True
-    return return_and_correct_aliasing(func, args, kwargs, alias)
+    return torch.utils._python_dispatch.return_and_correct_aliasing(func, args, kwargs, alias)
 
 
 @implements_aten(aten.clone.default)

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 
-from ..primitives.jsonable import jsonable
-from ..primitives.tracing import is_compiling
+from ..primitives import is_compiling, jsonable
 from . import base, dispatch, matrix_weight, views
 
 aten = torch.ops.aten
@@ -148,7 +146,7 @@ class PaddedWeight(matrix_weight.MatrixWeight):
         kwargs = kwargs or {}
         if func in (aten.cat.default, aten.stack.default) and _joins_rows(func, args, kwargs):
             return args[0][0]._like(func([each.matrix for each in args[0]], *args[1:], **kwargs))
-        args, kwargs = tree_map_only(PaddedWeight, as_view, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map_only(PaddedWeight, as_view, (args, kwargs))
         return func(*args, **kwargs)
 
 

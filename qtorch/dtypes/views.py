@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from ..primitives import Granularity, Scheme, granularity
+from ..primitives import Granularity, Scheme, granularity, is_compiling
 from ..primitives.layouts import layout_for
-from ..primitives.tracing import is_compiling
 from .dispatch import implements_aten, implements_traced_view
 
 aten = torch.ops.aten
@@ -166,14 +165,12 @@ class _Packed(NamedTuple):
         return len(self.shape)
 
 
-def _codes(
-    tensor: Any, view: Callable[[Tensor], Tensor], shape: Sequence[int], axis: int | None = None
-) -> Tensor | _Packed:
+def _codes(x: Any, view: Callable[[Tensor], Tensor], shape: Sequence[int], axis: int | None = None) -> Tensor | _Packed:
     """A view of the codes, of this shape; they stay packed unless the view slices their packed axis (`axis`)."""
-    layout = tensor.scheme.layout
-    qdata = getattr(tensor, layout.tensors[0])
-    if not layout.can_view(qdata) or (axis is not None and axis - len(tensor.scheme.shape) == layout.packed_axis):
-        return view(tensor.plain()[0])
+    layout = x.scheme.layout
+    qdata = getattr(x, layout.tensors[0])
+    if not layout.can_view(qdata) or (axis is not None and axis - len(x.scheme.shape) == layout.packed_axis):
+        return view(x.plain()[0])
     return _Packed(view(qdata), tuple(shape))
 
 

@@ -23,9 +23,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..checkpoint import save_quantized, sources
+from ..checkpoint import hf_folder, save_quantized, sources
 from ..checkpoint.formats.transformers_folder import Index, TransformersFolder, is_marker
-from ..checkpoint.hf_folder import HFFolder
 from ..dtypes import QuantizedTensor
 from ..model.install import check_model
 from ..primitives.supported_versions import check_version
@@ -146,7 +145,7 @@ def _joined(state: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     """What a file holds, with quantized tensors in place of their parts."""
     if not any(isinstance(tensor, Tensor) and is_marker(tensor.shape) for tensor in state.values()):
         return state
-    source = TransformersFolder(HFFolder(Path(path)), mmap=False)
+    source = TransformersFolder(hf_folder.HFFolder(Path(path)), mmap=False)
     with source:
         for name, entry in source.index.quantized.items():
             marker = state.pop(name, None)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from ..kernels import quantize_int8_rowwise
 
@@ -95,12 +94,12 @@ def int8_gradient_hook(state: Int8GradientState, bucket: dist.GradBucket) -> tor
     group: Any = state.process_group or dist.group.WORLD
     gradients, size, ranks = bucket.gradients(), state.block_size, group.size()
     rows, slots, places, owned = state._route(bucket.parameters(), group)
-    values = torch.cat([functional.pad(g.flatten().float(), (0, -g.numel() % size)) for g in gradients])
+    values = torch.cat([torch.nn.functional.pad(g.flatten().float(), (0, -g.numel() % size)) for g in gradients])
     values = values.reshape(-1, size) + state.error[rows]
     codes = _encoded(values)
     if state.error_feedback:
         state.error[rows] = (values - _decoded(codes)).nan_to_num(0.0, 0.0, 0.0)
-    sent = functional.pad(codes, (0, 0, 0, 1))[slots]
+    sent = torch.nn.functional.pad(codes, (0, 0, 0, 1))[slots]
     received = torch.empty_like(sent)
     arrival = dist.all_to_all_single(received, sent, group=group, async_op=True).get_future()
     if received.device.type == "cpu":

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..checkpoint.formats.transformers_folder import QUANT_METHOD, TransformersFolder, cast
 from ..dtypes import QuantizedTensor, serialize
@@ -69,9 +68,7 @@ def _config_class(quantization: Any, methods: Any, linear: Any, unquantized: Any
             super().__init__()
             self.packed_modules_mapping = config.get("packed_modules_mapping", {})
             if config.get("training"):
-                raise ValueError(
-                    f"{QUANT_METHOD}: the folder holds weights in training; quantize_(model, convert()), then save it"
-                )
+                raise ValueError(f"{QUANT_METHOD}: weights in training; quantize_(model, convert()), then save it")
             self.entries: Entries = {}
             # SGLang hands on the model's configuration, vLLM calls `maybe_update_config`.
             if config.get("hf_config") is not None:
@@ -197,7 +194,7 @@ class QuantizedLinear:
         """x (..., inputs) times the weights, outputs concatenated, plus `bias`."""
         weights = [layer._parameters[f"weight_{number}"] for number in range(len(self.entries))]
         biases = [None] * len(weights) if bias is None else bias.split([weight.shape[0] for weight in weights])
-        outputs = [F.linear(x, weight, part) for weight, part in zip(weights, biases, strict=True)]
+        outputs = [nn.functional.linear(x, weight, part) for weight, part in zip(weights, biases, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from ..primitives import MappingType, PerBlock, PerToken, QuantSpec, ZeroPointDomain, qdtype
 from ..primitives.layouts import can_pack_bits, packed_length, unpack_codes
@@ -33,7 +32,7 @@ TOKENS = {
 }
 """Name of a format -> how a token of a head is quantized."""
 
-Parts = tuple[Tensor, ...]
+Parts = tuple[torch.Tensor, ...]
 """Codes, scale, and the zero point if the format has one."""
 
 
@@ -82,7 +81,7 @@ class CacheForm:
         of_zeros = {"zero_point": scales} if spec.has_zero_point else {}
         return {"codes": (row, codes, 1), "scale": scales, **of_zeros}
 
-    def dequantize(self, parts: Sequence[Tensor], width: int, dtype: torch.dtype, keys: bool) -> Tensor:
+    def dequantize(self, parts: Sequence[torch.Tensor], width: int, dtype: torch.dtype, keys: bool) -> torch.Tensor:
         """The numbers (B, H, T, width) of keys or values; computed in fp32, given in `dtype`."""
         spec = self.keys if keys else self.values
         codes, scale = parts[0], parts[1]

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..primitives import PerAxis, Scheme
-from ..primitives.tracing import is_compiling
+from ..primitives import PerAxis, Scheme, is_compiling
 from .custom_ops import opaque
 from .linear.scaled import INTEGERS
 from .ops import portable, quantize
@@ -301,14 +300,9 @@ def _supports(problem: Problem) -> str | None:
 
 
 @register(
-    "conv",
-    layout=("plain", "packed"),
-    weight=INTEGERS,
-    activation=("int8",),
-    priority=20,
-    supports=_supports,
+    "conv", layout=("plain", "packed"), weight=INTEGERS, activation=("int8",), priority=20, supports=_supports,
     note="on windows of the codes, gathered first",
-)
+)  # fmt: skip
 def image_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """(B, N, *positions) in the dtype of x (B, C, *sizes)."""
     xq, xs, xz = quantize.quantize_dynamic(x.flatten(1), weight.scheme.activation)

@@ -5,12 +5,10 @@ y[i] = dequantize(w)[ids[i]]
 
 from typing import Any
 
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
-from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity
+from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity, vector_spec
 from ..primitives.layouts import semi_sparse, unpack_codes
-from ..primitives.vector_spec import unpack_vectors
 from .linear.lut_weight_only import CodebookWeight
 from .ops.portable import dequantize_portably
 from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, needs_rows, register
@@ -74,7 +72,7 @@ def gather_lut_rows(ids: Tensor, weight: CodebookWeight) -> Tensor:
 def gather_vector_rows(ids: Tensor, weight: Any) -> Tensor:
     """`gather_rows` of a weight of vectors in bytes, which rows are rotated back."""
     scheme, flat = weight.scheme, ids.reshape(-1)
-    codes, scale = unpack_vectors(weight.qdata.index_select(0, flat)), weight.scale.index_select(0, flat)
+    codes, scale = vector_spec.unpack_vectors(weight.qdata.index_select(0, flat)), weight.scale.index_select(0, flat)
     return scheme.weight.dequantize(codes, scale, None, scheme.dtype).reshape(*ids.shape, scheme.shape[1])
 
 
@@ -100,4 +98,4 @@ def gather_portable_rows(ids: Tensor, weight: Any) -> Tensor:
 def embedding(ids: Tensor, weight: QuantizedWeight) -> Tensor:
     """Dequantize the whole weight (V, D), then look up."""
     codes, scale, zero_point = weight.plain()
-    return functional.embedding(ids, weight.scheme.weight.dequantize(codes, scale, zero_point, weight.scheme.dtype))
+    return nn.functional.embedding(ids, weight.scheme.weight.dequantize(codes, scale, zero_point, weight.scheme.dtype))

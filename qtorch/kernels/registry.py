@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..primitives import QuantSpec, Scheme
+from ..primitives import QuantSpec, Scheme, is_compiling
 from ..primitives.layouts import packed_length
-from ..primitives.tracing import is_compiling
 from .config import config, generation
 from .custom_ops import note, recording
 

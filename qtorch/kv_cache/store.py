@@ -12,9 +12,7 @@ from torch import Tensor
 from ..kernels.cache_form import TOKENS, CacheForm, Parts, cache_form
 from ..kernels.ops.kv_attention import kv_attention
 from ..kernels.ops.quantize import rotate_heads
-from ..primitives.jsonable import jsonable
-from ..primitives.qdtype import qdtype
-from ..primitives.tracing import is_compiling
+from ..primitives import is_compiling, jsonable, qdtype
 
 
 @jsonable

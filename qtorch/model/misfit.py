@@ -6,12 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 from ..dtypes import PaddedWeight, QuantizedTensor
-from ..primitives import LinearSpec
-from ..primitives.granularity import IndivisibleError
+from ..primitives import LinearSpec, granularity
 from ..recipes.base import Recipe, WeightRecipe, register_recipe
 from .targets import Refused, Target
 
@@ -65,7 +63,7 @@ class Padded(WeightRecipe):
         return made.mT if target.kind.is_transposed else made
 
     def _padded(self, weight: Tensor) -> Tensor:
-        return functional.pad(weight, (0, self.padding))
+        return nn.functional.pad(weight, (0, self.padding))
 
 
 Check = Callable[[Recipe, Target[Any]], None]
@@ -84,7 +82,7 @@ def choose(targets: Sequence[Target[Any]], on_misfit: str, check: Check = Recipe
             continue
         try:
             check(recipe, target)
-        except IndivisibleError as error:
+        except granularity.IndivisibleError as error:
             _give(target, FITTING[on_misfit](target, recipe, check), f"on_misfit={on_misfit!r}: {error}")
         except (ValueError, TypeError):
             pass  # `quantize_` reports it with all others

@@ -14,8 +14,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.utils import parametrize
 
 from ..dtypes import QuantizedTensor, embedding
 from ..primitives.tracing import is_compiling
@@ -92,7 +90,7 @@ def _refuse_reparametrization(module: nn.Module, name: str, parameter: Quantized
     restored."""
     own, _, suffix = name.rpartition("_")
     parameters: dict[str, Any] = module._parameters
-    if isinstance(module, parametrize.ParametrizationList):
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
         what = "register_parametrization"
     elif suffix == "orig" and own:
         what = "torch.nn.utils.prune, or spectral_norm,"
@@ -112,7 +110,7 @@ def _refuse_reparametrization(module: nn.Module, name: str, parameter: Quantized
     )
 
 
-register_module_parameter_registration_hook(_registered)
+nn.modules.module.register_module_parameter_registration_hook(_registered)
 torch.serialization.add_safe_globals([QuantizedRepr, refuse_jit_script])
 
 

@@ -14,8 +14,7 @@ from ..kernels.ops.quantize import error_norms
 from ..kernels.registry import choose
 from ..primitives import compute_error, slices
 from ..primitives.sqnr import sqnr
-from .explain import problem_of
-from .install import PreparedModule
+from . import explain, install
 from .targets import Target
 
 
@@ -330,7 +329,7 @@ def quantized_row(target: Target[Any], weight: Tensor, quantized: Any) -> LayerR
     kernel = None
     has_kernel = isinstance(quantized, QuantizedTensor) and quantized.scheme.spec is not None
     if has_kernel and not weight.is_meta:
-        kernel = choose(problem_of(quantized, slot.module, weight.dtype, weight.device.type)).name
+        kernel = choose(explain.problem_of(quantized, slot.module, weight.dtype, weight.device.type)).name
     error = None if weight.is_meta else quantization_error(weight, quantized)
     also = tuple(other.name for other in target.slots if other is not slot)
     sizes = weight.nbytes, quantized.nbytes
@@ -342,7 +341,7 @@ def skipped_row(target: Target[Any]) -> LayerReport:
     slot, parameter = target.slot, target.parameter
     shape, size = ((), 0) if nn.parameter.is_lazy(parameter) else (tuple(parameter.shape), parameter.nbytes)
     also = tuple(other.name for other in target.slots if other is not slot)
-    done = isinstance(parameter, QuantizedTensor) or isinstance(slot.module, PreparedModule)
+    done = isinstance(parameter, QuantizedTensor) or isinstance(slot.module, install.PreparedModule)
     return LayerReport(slot.name, shape, "skipped", QUANTIZED_BEFORE if done else slot.reason, size, size, also=also)
 
 

@@ -9,12 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
-from ..calibration.captures import INLINED, Use, UseRecorder
-from ..calibration.data import eval_mode
+from ..calibration import captures, data
 from ..primitives.tracing import plain_name
 from .install import check_model
 from .weight_kinds import CONVOLUTION, EXPERTS, EXPERTS_IN_OUT, LINEAR, LINEAR_IN_OUT, WeightKind
@@ -104,7 +100,7 @@ class Uses(dict[str, ParameterUses]):
 
 
 @torch.no_grad()
-def find_uses(model: nn.Module, *inputs: Any, **named: Any) -> Uses:
+def find_uses(model: torch.nn.Module, *inputs: Any, **named: Any) -> Uses:
     """Run a model once, in eval mode, and see what it does with each parameter.
 
     A parameter is recognized by its memory, so that views of it (an expert, the transpose, some rows) are uses of it;
@@ -121,19 +117,19 @@ def find_uses(model: nn.Module, *inputs: Any, **named: Any) -> Uses:
         TypeError: `model` is not a module.
     """
     check_model("find_uses", model)
-    parameters = {id(p): p for p in model.parameters() if not nn.parameter.is_lazy(p) and p.dim() >= 2}
+    parameters = {id(p): p for p in model.parameters() if not torch.nn.parameter.is_lazy(p) and p.dim() >= 2}
     recorder = _Recorder(parameters.values())
-    with eval_mode(model), recorder:
+    with data.eval_mode(model), recorder:
         model(*inputs, **named)
     found = {key: recorder.uses_of(parameter) for key, parameter in parameters.items()}
     names = model.named_parameters(remove_duplicate=False)
     return Uses({plain_name(name): found[id(parameter)] for name, parameter in names if id(parameter) in found})
 
 
-class _Recorder(UseRecorder):
+class _Recorder(captures.UseRecorder):
     """Counts the products with each weight, and notes every other function that takes one."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         super().__init__(weights, self._count)
         self.function = ""
         self.rows: dict[int, dict[tuple[str, int | None], int]] = {}
@@ -145,27 +141,27 @@ class _Recorder(UseRecorder):
         self.function = _name(func)
         before = self.count
         result = super().__torch_function__(func, types, args, kwargs)
-        results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-        if func in INLINED or self.count > before or not results:
+        results = [value for value in torch.utils._pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
+        if func in captures.INLINED or self.count > before or not results:
             return result
-        for value in tree_leaves((args, kwargs)):
+        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
             owner = self.owner(value)
             if owner is None or any(self.owner(other) is owner for other in results):  # a view
                 continue
-            if func is functional.embedding:
+            if func is torch.nn.functional.embedding:
                 self.lookups[id(owner)] = self.lookups.get(id(owner), 0) + args[0].numel()
             else:
                 self.others.setdefault(id(owner), {})[_name(func)] = None
         return result
 
-    def _count(self, use: Use) -> None:
+    def _count(self, use: captures.Use) -> None:
         of_convolution = self.function.startswith("conv")
         axis = None if of_convolution else -2 if use.transposed else -1
         counts = self.rows.setdefault(id(use.weight), {})
         rows = sum(len(part) for part in use.rows())
         counts[self.function, axis] = counts.get((self.function, axis), 0) + rows
 
-    def uses_of(self, parameter: Tensor) -> ParameterUses:
+    def uses_of(self, parameter: torch.Tensor) -> ParameterUses:
         counts = self.rows.get(id(parameter), {})
         return ParameterUses(
             tuple(parameter.shape),

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from ..dtypes import ConvWeight, MatrixWeight, QuantizedTensor, TransposedWeight, embedding
-from ..dtypes.conv import CONVS
+from ..dtypes import ConvWeight, MatrixWeight, QuantizedTensor, TransposedWeight, conv, embedding
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ multiply as linear layers do, and are quantized by name)."""
 
 @register_weight_kind
 def _of_torch(module: nn.Module, attribute: str) -> WeightKind | None:
-    if isinstance(module, parametrize.ParametrizationList):
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
         why = "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
         return WeightKind("", obstacle=why)
     if isinstance(module, WITHOUT_KERNEL):
@@ -163,7 +161,7 @@ def _of_torch(module: nn.Module, attribute: str) -> WeightKind | None:
             return EMBEDDING
         why = f"is the table of an {type(module).__name__} with max_norm, which rewrites the table"
         return WeightKind("embedding", is_layer=True, obstacle=why)
-    if isinstance(module, CONVS):
+    if isinstance(module, conv.CONVS):
         return CONVOLUTION
     return None
 

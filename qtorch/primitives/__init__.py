@@ -12,7 +12,7 @@ from .fake_quant import (
     fake_quantize_affine, fake_quantize_affine_cachemask, learned_step_fake_quantize, lsq_grad_scale, lsq_scale,
 )  # fmt: skip
 from .granularity import Granularity, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-from .jsonable import from_json, to_json
+from .jsonable import construct, from_json, jsonable, to_json  # noqa: F401 (as Scheme)
 from .pruning import is_2_4, mask_2_4, mask_blocks, prune_2_4, prune_blocks
 from .qdtype import QDType, qdtype
 from .qparams import choose_qparams_affine, choose_qparams_affine_with_min_max
@@ -24,6 +24,7 @@ from .scale_rules import (
 )  # fmt: skip
 from .spec import LinearSpec, QuantSpec, Scheme, mx_spec, nvfp4_spec  # noqa: F401 (for the rooms above)
 from .sqnr import compute_error
+from .tracing import is_compiling  # noqa: F401
 
 __all__ = [
     "NF4_TABLE", "AbsMaxRule", "AbsMeanRule", "CodebookSpec", "FixedRangeRule", "Granularity", "HQQRule", "LSQRule",

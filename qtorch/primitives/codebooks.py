@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import qparams, slices, spec
 from .affine import check_floating_point, with_non_finite
 from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
 from .granularity import Block, BlockView, Granularity, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable, to_json
 from .qdtype import QDType, qdtype
-from .qparams import min_max
-from .slices import in_slices
-from .spec import QuantSpec
 
 # fmt: off
 NF4_TABLE = (
@@ -75,9 +73,9 @@ def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, t
 
     x, s = view.split(input), view.split_scale(scale)
     if table.dim() == 1:
-        codes = in_slices(lambda x, s: quantize(x, s, middles), x, s, axes=x.dim())
+        codes = slices.in_slices(lambda x, s: quantize(x, s, middles), x, s, axes=x.dim())
     else:
-        codes = in_slices(quantize, x, s, middles, axes=x.dim())
+        codes = slices.in_slices(quantize, x, s, middles, axes=x.dim())
     return view.merge(codes)
 
 
@@ -100,7 +98,7 @@ def dequantize_codebook(
         return values.mul_(s.float()).to(output_dtype)
 
     index = view.split(codes)
-    return view.merge(in_slices(dequantize, index, view.split_scale(scale), starts, axes=index.dim()))
+    return view.merge(slices.in_slices(dequantize, index, view.split_scale(scale), starts, axes=index.dim()))
 
 
 def kmeans_codebook(
@@ -204,7 +202,7 @@ class CodebookSpec:
     table: tuple[float, ...] | None = None
     iterations: int = LLOYD_ITERATIONS
     scale_dtype: torch.dtype | None = None
-    scale_spec: QuantSpec | None = None
+    scale_spec: spec.QuantSpec | None = None
     eps: float | None = None
 
     def __post_init__(self) -> None:
@@ -244,7 +242,7 @@ class CodebookSpec:
         """
         check_floating_point("choose_scale", input)
         scale_dtype = self.scale_dtype or (input.dtype if isinstance(self.granularity, PerGroup) else torch.float32)
-        low, high = min_max(input, self.block_size(input.shape))
+        low, high = qparams.min_max(input, self.block_size(input.shape))
         info = torch.finfo(scale_dtype)
         first, last = self.ends
         highest = torch.maximum(low / first if first < 0 else -low, high / last if last > 0 else high)
@@ -375,7 +373,7 @@ class PowerSpec(CodebookSpec):
             return codes.to(torch.uint8)
 
         x = view.split(input)
-        return view.merge(in_slices(quantize, x, view.split_scale(scale), axes=x.dim()))
+        return view.merge(slices.in_slices(quantize, x, view.split_scale(scale), axes=x.dim()))
 
     def __json__(self) -> dict[str, Any]:
         fields = ("dtype", "granularity", "scale_dtype", "scale_spec", "power", "signed")

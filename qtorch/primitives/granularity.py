@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .jsonable import jsonable, wrong_type
 from .tracing import is_compiling
@@ -284,7 +283,7 @@ class FlatBlocks(NamedTuple):
     def split(self, x: Tensor) -> Tensor:
         """The matrix of a tensor."""
         padding = self.of_row * self.block - self.length
-        return functional.pad(x.reshape(self.rows, self.length), (0, padding)).reshape(self.shape)
+        return torch.nn.functional.pad(x.reshape(self.rows, self.length), (0, padding)).reshape(self.shape)
 
     def merge(self, matrix: Tensor) -> Tensor:
         """Inverse of `split`: the elements (rows, length)."""

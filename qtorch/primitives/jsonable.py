@@ -23,7 +23,7 @@ T = TypeVar("T")
 MAX_DEPTH = 64
 """Nesting depth of lists and objects that `from_json` accepts."""
 
-_CLASSES: dict[str, type] = {}
+CLASSES: dict[str, type] = {}
 _CALLED: dict[type, str] = {}
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _STRING_READERS: dict[str, Callable[[str], Any]] = {"torch": lambda name: _DTYPES[f"torch.{name}"]}
@@ -34,8 +34,8 @@ def jsonable(cls: type[T], called: str = "") -> type[T]:
     no other class may have. Messages name it as it is `called`, by default so too."""
     name = cls.__name__
     _CALLED[cls] = called or name
-    if _CLASSES.setdefault(name, cls) is not cls:
-        raise ValueError(f"jsonable: the name {name!r} is already taken by {_CLASSES[name]!r}")
+    if CLASSES.setdefault(name, cls) is not cls:
+        raise ValueError(f"jsonable: the name {name!r} is already taken by {CLASSES[name]!r}")
     if issubclass(cls, enum.Enum):
         register_string_reader(name, cls.__getitem__)
     return cls
@@ -72,7 +72,7 @@ def to_json(value: Any) -> Any:
         return value
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, enum.Enum) and _CLASSES.get(type(value).__name__) is type(value):
+    if isinstance(value, enum.Enum) and CLASSES.get(type(value).__name__) is type(value):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, tuple | list):
         return [to_json(item) for item in value]
@@ -80,7 +80,7 @@ def to_json(value: Any) -> Any:
         return {key: to_json(item) for key, item in value.items()}
     if hasattr(value, "__json__"):
         return value.__json__()
-    if dataclasses.is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
+    if dataclasses.is_dataclass(value) and CLASSES.get(type(value).__name__) is type(value):
         fields = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"type": type(value).__name__, **fields}
     raise TypeError(f"to_json: {type(value).__name__} has no JSON form; decorate the class with @jsonable")
@@ -117,11 +117,11 @@ def _read(data: Any, depth: int) -> Any:
 
 
 def _make(name: Any, values: dict[Any, Any]) -> Any:
-    if isinstance(name, str) and name not in _CLASSES:
+    if isinstance(name, str) and name not in CLASSES:
         import_later()
-    cls = _CLASSES.get(name) if isinstance(name, str) else None
+    cls = CLASSES.get(name) if isinstance(name, str) else None
     if cls is None or not dataclasses.is_dataclass(cls):
-        raise ValueError(f"from_json: unknown type {name!r:.80}; known: {', '.join(sorted(_CLASSES))}")
+        raise ValueError(f"from_json: unknown type {name!r:.80}; known: {', '.join(sorted(CLASSES))}")
     return construct(cls, values)
 
 

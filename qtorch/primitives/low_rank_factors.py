@@ -11,7 +11,6 @@ takes a few products with A in place of a whole decomposition.
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 _OVERSAMPLED = 16
 _PASSES = 6
@@ -44,5 +43,5 @@ def low_rank_factors(matrix: Tensor, rank: int, root: Tensor | None = None) -> t
     if root is not None:
         right = torch.linalg.solve_triangular(root, right, upper=False, left=False)
     missing = max(0, rank - most)
-    padded = functional.pad(left, (0, missing)), functional.pad(right, (0, 0, 0, missing))
+    padded = torch.nn.functional.pad(left, (0, missing)), torch.nn.functional.pad(right, (0, 0, 0, missing))
     return padded[0].contiguous(), padded[1].contiguous()

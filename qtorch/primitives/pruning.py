@@ -3,7 +3,6 @@ or blocks, of which each row of blocks keeps as many."""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 
 def prune_2_4(weight: Tensor) -> Tensor:
@@ -32,7 +31,7 @@ def is_2_4(tensor: Tensor) -> bool:
 
 def runs_of_four(tensor: Tensor, multiple: int = 4) -> Tensor:
     """(..., K) -> (..., runs, 4), K padded with zeros to a multiple."""
-    return pad(tensor, (0, -tensor.shape[-1] % multiple)).unflatten(-1, (-1, 4))
+    return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % multiple)).unflatten(-1, (-1, 4))
 
 
 def kept_blocks(blocks: int, sparsity: float) -> int:

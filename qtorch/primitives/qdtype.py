@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .floatx import FloatFormat, MidRise, SignedFormat, round_magnitudes
 from .jsonable import register_string_reader
@@ -57,11 +56,11 @@ class QDType:
 
     def encode(
         self,
-        values: Tensor,
+        values: torch.Tensor,
         rounding: Rounding = Rounding.NEAREST_EVEN,
         generator: torch.Generator | None = None,
-        noise: Tensor | None = None,
-    ) -> Tensor:
+        noise: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Codes, in the storage dtype, of fp32 `values` within the bounds, which integer types need rounded; the other
         arguments are for floating-point types, see `round_to_integer`."""
         if self.format is not None:
@@ -76,7 +75,7 @@ class QDType:
         values = torch.arange(128, dtype=torch.uint8, device="cpu").view(self.storage).float()
         return tuple(values[values.isfinite()].tolist())
 
-    def decode(self, codes: Tensor) -> Tensor:
+    def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """The fp32 values of codes in their storage dtype."""
         return codes.float() if self.format is None else self.format.decode(codes)
 

@@ -15,14 +15,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from .granularity import PerBlock
+from . import granularity, spec
 from .jsonable import jsonable
-from .spec import QuantSpec
 
 
 @jsonable
 @dataclass(frozen=True)
-class RotatedSpec(QuantSpec):
+class RotatedSpec(spec.QuantSpec):
     """A `QuantSpec` whose blocks are rotated; see the top of the file. Arguments are those of `QuantSpec`.
 
     Raises:
@@ -37,7 +36,7 @@ class RotatedSpec(QuantSpec):
             raise ValueError(f"RotatedSpec: {rule}, got {self.granularity}")
 
     def _pattern(self) -> tuple[int, ...]:
-        sizes = self.granularity.sizes if isinstance(self.granularity, PerBlock) else ()
+        sizes = self.granularity.sizes if isinstance(self.granularity, granularity.PerBlock) else ()
         return self.granularity.pattern(max(len(sizes), 2))
 
     @property
@@ -45,8 +44,8 @@ class RotatedSpec(QuantSpec):
         return max(self._pattern())
 
     @property
-    def unrotated(self) -> QuantSpec:
-        return QuantSpec(**{f.name: getattr(self, f.name) for f in fields(self)})
+    def unrotated(self) -> spec.QuantSpec:
+        return spec.QuantSpec(**{f.name: getattr(self, f.name) for f in fields(self)})
 
     def rotated(self, values: Tensor) -> Tensor:
         """Each block times H, in fp32 (fp64 if `values` are); twice, it is the identity."""

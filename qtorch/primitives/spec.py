@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import double_quant
+from . import double_quant, fake_quant, qparams, scale_rules
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, dequantize_affine, quantize_affine
-from .fake_quant import fake_quantize_affine
 from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, PerTensor, scale_shape
 from .jsonable import HashedOnce, jsonable
 from .qdtype import QDType, qdtype
-from .qparams import check_options, choose_qparams_affine_with_min_max
 from .rounding import Noise, Rounding
-from .scale_rules import MinMaxRule, ScaleRule
 
 
 @jsonable
@@ -54,7 +51,7 @@ class QuantSpec(HashedOnce):
     granularity: Granularity = PerRow()
     mapping: MappingType = MappingType.SYMMETRIC
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT
-    scale_rule: ScaleRule = MinMaxRule()
+    scale_rule: scale_rules.ScaleRule = scale_rules.MinMaxRule()
     scale_dtype: torch.dtype | None = None
     rounding: Rounding = Rounding.NEAREST_EVEN
     eps: float | None = None
@@ -74,7 +71,7 @@ class QuantSpec(HashedOnce):
         if not isinstance(self.granularity, Granularity):
             raise TypeError(f"QuantSpec: granularity is a word such as PerRow() or a tuple, got {self.granularity!r}")
         code_range(self.dtype, self.quant_min, self.quant_max)
-        check_options(self.mapping, self.zero_point_domain, self.preserve_zero, self.preserve_max_val)
+        qparams.check_options(self.mapping, self.zero_point_domain, self.preserve_zero, self.preserve_max_val)
         if self.noise is not None and self.rounding is not Rounding.STOCHASTIC:
             raise ValueError("QuantSpec: noise is that of stochastic rounding: rounding=Rounding.STOCHASTIC")
         double_quant.check_scale_spec(self.scale_spec)
@@ -151,7 +148,7 @@ class QuantSpec(HashedOnce):
         zero_point_dtype = dtype.storage if domain is ZeroPointDomain.INT else scale_dtype
         codes = (dtype, self.quant_min, self.quant_max, self.eps)
         rest = (*codes, scale_dtype, zero_point_dtype, self.preserve_zero, domain)
-        scale, zero_point = choose_qparams_affine_with_min_max(
+        scale, zero_point = qparams.choose_qparams_affine_with_min_max(
             min_val, max_val, self.mapping, (), *rest, preserve_max_val=self.preserve_max_val
         )
         tensors = double_quant.quantize_scale(scale, self.scale_spec)
@@ -196,7 +193,7 @@ class QuantSpec(HashedOnce):
         """Choose, quantize and dequantize, in the input's dtype, with the straight-through gradient."""
         block, noise = self.block_size(input.shape), self.noise
         scale, zero_point = self.choose_qparams(input.detach())
-        return fake_quantize_affine(
+        return fake_quant.fake_quantize_affine(
             input, block, scale, zero_point, *self._codes, rounding=self.rounding, generator=generator, noise=noise
         )
 

@@ -11,17 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch._guards import TracingContext
-from torch.autograd import forward_ad
-from torch.autograd.function import Function
 from torch.torch_version import TorchVersion
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _is_compiling() -> bool:
-    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 is_compiling = torch.compiler.is_compiling if TorchVersion(torch.__version__) >= "2.13" else _is_compiling
@@ -86,7 +82,7 @@ def are_active() -> bool:
     """Whether a transform of torch.func or forward-mode differentiation is active; for eager mode."""
     if torch._C._are_functorch_transforms_active():
         return True
-    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    return torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def _are_active_constant() -> bool:
@@ -103,7 +99,7 @@ def transforms_active() -> bool:
     return _are_active_constant() if is_compiling() else are_active()
 
 
-def apply(function: type[Function], *args: Any) -> Any:
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, which also works under transforms."""
     return run_whole(function.apply, *args) if transforms_active() else function.apply(*args)
 
@@ -125,18 +121,18 @@ def run_on_constants(function: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 def one_by_one(info: Any, in_dims: Sequence[Any], function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """The return value of the `vmap` of a `Function`, computed as ``function(*args)`` for each example."""
-    batched = [isinstance(arg, Tensor) and dim is not None for arg, dim in zip(args, in_dims, strict=True)]
+    batched = [isinstance(arg, torch.Tensor) and dim is not None for arg, dim in zip(args, in_dims, strict=True)]
     results = []
     for i in range(info.batch_size):
         zipped = zip(args, in_dims, batched, strict=True)
         results.append(function(*(arg.select(dim, i) if is_batched else arg for arg, dim, is_batched in zipped)))
-    if isinstance(results[0], Tensor):
+    if isinstance(results[0], torch.Tensor):
         return torch.stack(results), 0
     stacked = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, tuple(None if part is None else 0 for part in stacked)
 
 
-class _Whole(Function):
+class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(function: Callable[..., Any], *args: Any) -> Any:
         # torch disables `__torch_function__` inside `_Whole.apply`; the function needs it.
@@ -171,30 +167,30 @@ class _Whole(Function):
 
 def _is_plain(arg: Any) -> bool:
     # A compiler's fake tensors are plain.
-    return isinstance(arg, Tensor) and not hasattr(type(arg), "__tensor_flatten__")
+    return isinstance(arg, torch.Tensor) and not hasattr(type(arg), "__tensor_flatten__")
 
 
 def unwrapped_subclass(arg: Any) -> Any:
     """A tensor subclass without the wrappers of transforms; other values are returned as is. An autograd context has to
     hold it as an attribute, since `saved_tensors` would wrap it again."""
     inner = arg
-    while isinstance(inner, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
+    while isinstance(inner, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
         inner = torch._C._functorch.get_unwrapped(inner)
     return arg if _is_plain(inner) else inner
 
 
-class _Gradients(Function):
+class _Gradients(torch.autograd.Function):
     """The gradients of ``function(*args)`` for each of `args`, None for those that are not `needed`."""
 
     @staticmethod
     def forward(
         function: Callable[..., Any], needed: tuple[bool, ...], count: int, *tensors: Any
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[torch.Tensor | None, ...]:
         grad_outputs, args = tensors[:count], tensors[count:]
         with torch.enable_grad(), torch._C._EnableTorchFunction():
             leaves = [arg.detach().requires_grad_() if need else arg for arg, need in zip(args, needed, strict=True)]
             y = function(*leaves)
-        outputs = (y,) if isinstance(y, Tensor) else y
+        outputs = (y,) if isinstance(y, torch.Tensor) else y
         wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
         found = iter(torch.autograd.grad(outputs, wanted, grad_outputs, allow_unused=True))
         return tuple(next(found) if need else None for need in needed)

@@ -28,13 +28,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .affine import ZeroPointDomain
+from . import affine, rotated_spec, spec
 from .granularity import Block, BlockView, IndivisibleError, PerBlock
 from .jsonable import jsonable
 from .qdtype import qdtype
-from .rotated_spec import RotatedSpec, sylvester
 from .scale_rules import MinMaxRule
-from .spec import QuantSpec
 
 VECTOR = 4
 """Weights of a vector."""
@@ -110,7 +108,7 @@ def unpack_vectors(packed: Tensor, axis: int = -1) -> Tensor:
 
 @jsonable
 @dataclass(frozen=True)
-class VectorSpec(QuantSpec):
+class VectorSpec(spec.QuantSpec):
     """A `QuantSpec` whose codes are entries of a codebook; see the top of the file. Arguments are those of `QuantSpec`,
     of which the range, the mapping and the rule for scales are fixed: the scale is the root mean square of a group,
     divided by `DEVIATION`. No entry is zero, so that a group of zeros has the scale 0.
@@ -182,12 +180,12 @@ class VectorSpec(QuantSpec):
 def codebook_arguments() -> dict[str, Any]:
     """The arguments of `QuantSpec` that every `VectorSpec` has."""
     fixed = {"dtype": qdtype("int8"), "quant_min": -float(LARGEST), "quant_max": float(LARGEST)}
-    return {**fixed, "zero_point_domain": ZeroPointDomain.NONE, "scale_rule": MinMaxRule(), "scale_spec": None}
+    return {**fixed, "zero_point_domain": affine.ZeroPointDomain.NONE, "scale_rule": MinMaxRule(), "scale_spec": None}
 
 
 @jsonable
 @dataclass(frozen=True)
-class RotatedVectorSpec(RotatedSpec, VectorSpec):
+class RotatedVectorSpec(rotated_spec.RotatedSpec, VectorSpec):
     """A `VectorSpec` whose rows are rotated; see the top of the file.
 
     Raises:
@@ -241,5 +239,5 @@ def rotate_vectors(x: Tensor, size: int) -> Tensor:
     left = 1 << int(math.log2(size)) // 2
     flips = torch.tensor(signs(size), device=x.device, dtype=dtype).view(left, -1)
     blocks = x.to(dtype).unflatten(-1, (-1, *flips.shape)) * flips
-    rows, columns = (sylvester(length, x.device, dtype) for length in flips.shape)
+    rows, columns = (rotated_spec.sylvester(length, x.device, dtype) for length in flips.shape)
     return (rows @ blocks @ columns * flips).flatten(-3)

@@ -22,9 +22,8 @@ from ..model.install import PreparedModule, keep_attributes
 from ..model.report import CalibrationReport, TransformReport
 from ..model.targets import Target
 from ..model.weight_kinds import WeightKind
-from ..primitives import LinearSpec, granularity
+from ..primitives import LinearSpec, Scheme, granularity
 from ..primitives.jsonable import jsonable, wrong_type
-from ..primitives.spec import Scheme
 
 if TYPE_CHECKING:  # what looks at data is imported when it is used
     from ..calibration.data import Data
@@ -223,9 +222,7 @@ def sizes_only(only: bool) -> Iterator[None]:
 def check_has_values(weight: Tensor, recipe: Recipe) -> None:
     """Raise `ValueError` where `weight` is on the meta device."""
     if weight.is_meta and not _sizes_only.get():
-        raise ValueError(
-            f"the weight is on the meta device, without values to quantize by {recipe.name}(); load it first"
-        )
+        raise ValueError(f"the weight is on the meta device, without values for {recipe.name}(); load it first")
 
 
 class WeightRecipe(Recipe):

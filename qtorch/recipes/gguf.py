@@ -24,11 +24,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from ..primitives import CodebookSpec, LinearSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain
+from ..primitives import CodebookSpec, LinearSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
 from ..primitives.layouts.plain import smallest_layout
-from ..primitives.qdtype import qdtype
 from ..primitives.scale_rules import MinMaxRule, ScaleRule
 from .base import WeightRecipe, register_recipe
 
@@ -140,12 +138,10 @@ class _KType(WeightRecipe):
         spec = replace(self.of_type, scale_rule=self.scale_rule, scale_spec=of_scale)
         return LinearSpec(spec, layout=smallest_layout(spec.dtype))
 
-    def check_form(self, weight: Tensor) -> None:
+    def check_form(self, weight: torch.Tensor) -> None:
         super().check_form(weight)
         if weight.shape[-1] % K:
-            raise ValueError(
-                f"{self.name}: a row has super-blocks of {K}, got {weight.shape[-1]}; gguf_q4_0() takes 32"
-            )
+            raise ValueError(f"{self.name}: a row has super-blocks of {K}, got {weight.shape[-1]}; gguf_q4_0() has 32")
 
 
 @register_recipe("gguf_q6_k")

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dtypes import LowRankWeight, QuantizedTensor
-from ..dtypes.low_rank_weight import in_halves
+from ..dtypes import LowRankWeight, QuantizedTensor, low_rank_weight
 from ..primitives import LinearSpec
 from ..primitives.low_rank_factors import low_rank_factors
 from .base import Branch, T, WeightRecipe, register_recipe
@@ -93,7 +92,7 @@ class LowRank(WeightRecipe):
         found: list[tuple[float, T, Branch]] = []
         target = weight
         for _ in range(1 if weight.is_meta else self.iterations):
-            up, down = in_halves(low_rank_factors(target, self.rank, root), dtype)
+            up, down = low_rank_weight.in_halves(low_rank_factors(target, self.rank, root), dtype)
             rest = weight - up.float() @ down.float()
             made = rounded(rest)
             of_codes = values(made)

@@ -5,13 +5,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from ..dtypes import AffineQuantizedTensor, PackedLayout
 from ..model.targets import Target
-from ..primitives import LinearSpec, RotatedSpec, mx_spec, nvfp4_spec, qdtype
-from ..primitives.double_quant import dequantize_scale
-from ..primitives.spec import Scheme
+from ..primitives import LinearSpec, RotatedSpec, Scheme, double_quant, mx_spec, nvfp4_spec, qdtype
 from .base import WeightRecipe, register_recipe
 
 
@@ -112,7 +109,7 @@ class Nvfp4WeightOnly(WeightRecipe):
         activation = nvfp4_spec() if self.quantizes_activations else None
         return LinearSpec(nvfp4_spec(), activation, layout=PackedLayout())
 
-    def apply(self, weight: Tensor) -> Tensor:
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
         if self.tensor_scale is None:
             return super().apply(weight)
         linear = self.linear_spec()
@@ -123,7 +120,7 @@ class Nvfp4WeightOnly(WeightRecipe):
             "scale": scaled.to(scale_type.storage),
             "scale_scale": torch.tensor([self.tensor_scale], dtype=torch.float32, device=weight.device),
         }
-        codes = spec.quantize(weight, dequantize_scale(scales, spec.scale_spec), None)
+        codes = spec.quantize(weight, double_quant.dequantize_scale(scales, spec.scale_spec), None)
         scheme = Scheme(linear, tuple(weight.shape), weight.dtype)
         return AffineQuantizedTensor.from_canonical(codes, scales, scheme)
 

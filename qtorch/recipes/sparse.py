@@ -4,13 +4,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from ..dtypes import BlockSparseLayout, SemiSparseLayout
 from ..primitives import Granularity, LinearSpec, PerRow, mask_2_4, mask_blocks
+from . import float8, integer
 from .base import WeightRecipe, register_recipe
-from .float8 import check_row_or_tensor, float8_spec
-from .integer import Int8DynamicActivationInt8Weight
 
 
 @register_recipe("block_sparse")
@@ -47,14 +45,14 @@ class BlockSparse(WeightRecipe):
     def linear_spec(self) -> LinearSpec:
         return replace(self.recipe.linear_spec(), layout=BlockSparseLayout(self.block_size, self.sparsity))
 
-    def kept(self, importance: Tensor) -> Tensor:
+    def kept(self, importance: torch.Tensor) -> torch.Tensor:
         return mask_blocks(importance, self.block_size, self.sparsity)
 
 
 class _SemiSparse(WeightRecipe):
     prunes: ClassVar[bool] = True
 
-    def kept(self, importance: Tensor) -> Tensor:
+    def kept(self, importance: torch.Tensor) -> torch.Tensor:
         return mask_2_4(importance)
 
 
@@ -75,14 +73,14 @@ class Float8DynamicActivationFloat8SemiSparseWeight(_SemiSparse):
     granularity: Granularity = PerRow()
 
     def linear_spec(self) -> LinearSpec:
-        check_row_or_tensor(self, self.granularity)
-        codes = float8_spec(self, torch.float8_e4m3fn, self.granularity)
+        float8.check_row_or_tensor(self, self.granularity)
+        codes = float8.float8_spec(self, torch.float8_e4m3fn, self.granularity)
         return LinearSpec(codes, codes, layout=SemiSparseLayout())
 
 
 @register_recipe("int8_dynamic_activation_int8_semi_sparse_weight")
 @dataclass(frozen=True)
-class Int8DynamicActivationInt8SemiSparseWeight(_SemiSparse, Int8DynamicActivationInt8Weight):
+class Int8DynamicActivationInt8SemiSparseWeight(_SemiSparse, integer.Int8DynamicActivationInt8Weight):
     """`int8_dynamic_activation_int8_weight` with weights pruned to 2:4 and packed at 5 bits per element.
 
     The two largest magnitudes of each four elements along a row are kept, and scales are chosen for those. A dense

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..dtypes import AffineQuantizedTensor
 from ..primitives import Granularity, LinearSpec, MappingType, PerTensor
@@ -32,10 +31,10 @@ class StaticActivationRecipe(WeightRecipe):
 
     def __post_init__(self) -> None:
         scale: Any = self.scale
-        if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
+        if isinstance(scale, torch.Tensor) and scale.numel() == 1 and not scale.is_meta:
             scale = scale.item()
         if scale is not None:
-            if isinstance(scale, Tensor):
+            if isinstance(scale, torch.Tensor):
                 got = f"a tensor of shape {tuple(scale.shape)}"
                 raise TypeError(f"{self.name}: scale takes a number or a tensor of one element, got {got}")
             # Numbers that are not normal have no finite inverse.
@@ -44,10 +43,10 @@ class StaticActivationRecipe(WeightRecipe):
             object.__setattr__(self, "scale", float(scale))
         super().__post_init__()
 
-    def act_scale(self, device: torch.device) -> Tensor | None:
+    def act_scale(self, device: torch.device) -> torch.Tensor | None:
         return None if self.scale is None else torch.full((1, 1), self.scale, dtype=torch.float32, device=device)
 
-    def apply(self, weight: Tensor) -> Tensor:
+    def apply(self, weight: torch.Tensor) -> torch.Tensor:
         self.check_complete()
         return AffineQuantizedTensor.from_float(weight, self.linear_spec(), self.act_scale(weight.device))
 
@@ -102,9 +101,7 @@ class Int8StaticActivationInt8Weight(StaticActivationRecipe):
 
     def __post_init__(self) -> None:
         if self.act_mapping_type is MappingType.ASYMMETRIC and self.scale is not None:
-            raise ValueError(
-                f"{self.name}: an asymmetric activation has a zero point, which data chooses; leave scale out"
-            )
+            raise ValueError(f"{self.name}: an asymmetric activation has a zero point, chosen by data; leave scale out")
         super().__post_init__()
 
     def linear_spec(self) -> LinearSpec:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ..dtypes import QuantizedTensor
 from ..model.install import check_model
@@ -97,7 +96,7 @@ def distillation_loss(
         log_q, log_p = _with_rest(log_q.gather(-1, teacher.indices.long())), _with_rest(teacher.log_probs.float())
     else:
         log_p = torch.log_softmax(teacher.float() / temperature, -1)
-    divergence = functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    divergence = nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
     return _mean(divergence, mask) * temperature**2
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from ..dtypes import QuantizedTensor
 from .weights.base import TrainingWeight
@@ -28,7 +27,7 @@ _PRODUCTS = 1 << 22
 """Number of products of a float layer that are in memory at a time."""
 
 
-class batch_invariant(TorchFunctionMode):
+class batch_invariant(torch.overrides.TorchFunctionMode):
     """Context in which the floating-point part of a model on a CPU does not depend on the batch: a row of the input
     gives the same bits alone, in any batch, with padding on any side, and token by token with a KV cache.
 

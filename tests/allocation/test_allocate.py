@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from qtorch import int4_weight_only, int8_weight_only, intx_weight_only, quantize_
+from qtorch import AffineQuantizedTensor, int4_weight_only, int8_weight_only, intx_weight_only, quantize_
 from qtorch.calibration import allocate, auto, gptq
 from qtorch.calibration.allocation import Allocation
 from qtorch.calibration.allocation import allocation as allocation_file
 from qtorch.calibration.data import Data
-from qtorch.dtypes import AffineQuantizedTensor
 from tests.refusals import refuses
 
 INT = {bits: intx_weight_only(f"int{bits}", 16) for bits in (2, 3, 4)}
@@ -28,7 +26,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.silu(self.up(self.norm(x))))
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -68,7 +66,7 @@ def trained() -> Model:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for step in range(70):
         ids = batch(step)
-        loss = functional.cross_entropy(model(ids[:, :-1])["logits"].flatten(0, 1), ids[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(model(ids[:, :-1])["logits"].flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -262,9 +260,7 @@ def test_errors(given: dict[str, Any], error: type[Exception], words: str) -> No
         allocate(**{"model": Model(1), "candidates": CANDIDATES, "budget": "8 bits", "data": [batch(0)]} | given)
 
 
-def test_without_matplotlib_and_with_it(
-    trained: Model, data: list[Tensor], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib(trained: Model, data: list[Tensor], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(allocation_file, "has_matplotlib", lambda: False)
         allocation = allocate(nn.Sequential(nn.Linear(32, 32)), CANDIDATES, "4 bits")

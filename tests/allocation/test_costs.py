@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import TensorCoreTiledLayout, ZeroPointDomain, compute_error, int4_weight_only, int8_weight_only, quantize_
 from qtorch.calibration import allocate
 from qtorch.calibration.allocation import fastest, items
 from qtorch.calibration.allocation import items as timing
@@ -18,14 +17,13 @@ from qtorch.calibration.allocation.allocate import Budget, Frontier, swaps
 from qtorch.calibration.allocation.items import find_items, nbytes_under
 from qtorch.dtypes import AffineQuantizedTensor
 from qtorch.integrations import torchao
-from qtorch.primitives import HQQRule, MSERule
 from tests.every_recipe import NAMES, make
 from tests.refusals import refuses
 
 MORE = {
-    "tiled": int4_weight_only(32, ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout()),
-    "hqq": qtorch.intx_weight_only("int3", 32, scale_rule=HQQRule()),
-    "mse": qtorch.uintx_weight_only("uint2", 32, scale_rule=MSERule()),
+    "tiled": qtorch.int4_weight_only(32, qtorch.ZeroPointDomain.FLOAT, layout=qtorch.TensorCoreTiledLayout()),
+    "hqq": qtorch.intx_weight_only("int3", 32, scale_rule=qtorch.primitives.HQQRule()),
+    "mse": qtorch.uintx_weight_only("uint2", 32, scale_rule=qtorch.primitives.MSERule()),
 }
 
 
@@ -77,7 +75,7 @@ def test_what_is_no_budget(budget: object, error: type[Exception], words: str) -
 @pytest.mark.parametrize("bits", ["5.15 bits", "5.5 bits", "5.9999 bits", "6.03 bits"])
 def test_the_budget_is_kept(bits: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 40), nn.Linear(40, 24))
-    candidates = [qtorch.intx_weight_only(f"int{b}", 8) for b in (1, 2, 3)] + [int8_weight_only()]
+    candidates = [qtorch.intx_weight_only(f"int{b}", 8) for b in (1, 2, 3)] + [qtorch.int8_weight_only()]
     allocation = allocate(model, candidates, bits)
     limit = float(bits.split()[0])
     # The finest step is that of the smallest weight from one number of bits to the next.
@@ -90,7 +88,7 @@ def test_the_budget_is_kept(bits: str) -> None:
 def test_bytes_and_errors() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Embedding(100, 64))
     rest = 4 * (64 + 64 + 100 * 64)
-    candidates = [int4_weight_only(32), int8_weight_only(), None]
+    candidates = [qtorch.int4_weight_only(32), qtorch.int8_weight_only(), None]
     sizes = [nbytes_under(candidate, model[0].weight) for candidate in candidates]
     for wanted in (2 * sizes[0], sizes[0] + sizes[1], 2 * sizes[1], sizes[1] + sizes[2], 2 * sizes[2]):
         assert allocate(model, candidates, wanted).nbytes == wanted
@@ -116,7 +114,7 @@ def test_bytes_and_errors() -> None:
 
 def test_times_are_measured_once_and_autoquant_measures_for_real() -> None:
     small, large = nn.Linear(32, 32), nn.Linear(1024, 1024)
-    items = find_items(nn.Sequential(small, large, nn.Linear(32, 32)), [None, int8_weight_only()], None)
+    items = find_items(nn.Sequential(small, large, nn.Linear(32, 32)), [None, qtorch.int8_weight_only()], None)
     times = timing.measure(items, 1)
     assert times[0] is times[2]
     assert all(time > 0 for of_item in times for time in of_item)
@@ -133,7 +131,7 @@ def test_times_are_measured_once_and_autoquant_measures_for_real() -> None:
     assert isinstance(model.a.weight, AffineQuantizedTensor)
     assert isinstance(model.b.weight, AffineQuantizedTensor)
     assert not isinstance(model.unused.weight, AffineQuantizedTensor)
-    assert 20 < compute_error(before, model(x)) < 80
+    assert 20 < qtorch.compute_error(before, model(x)) < 80
     # With floating point among the candidates it may stay as it is, but not break.
     other = torchao.autoquant(nn.Sequential(nn.Linear(32, 32)), (x,), torchao.DEFAULT_INT4_AUTOQUANT_CLASS_LIST)
     assert other(x).isfinite().all()
@@ -147,20 +145,20 @@ def test_a_budget_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "product", product)
     monkeypatch.setattr(timing, "interleaved_medians", list)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-    allocation = allocate(model, [int8_weight_only(), None], "8 us a token")
+    allocation = allocate(model, [qtorch.int8_weight_only(), None], "8 us a token")
     assert [recipe is None for recipe in allocation.values()].count(True) == 2
     assert allocation.milliseconds == pytest.approx(8e-3)
     assert "us" in str(allocation)
-    assert allocate(model, [int8_weight_only(), None], "8 us", rows=2).milliseconds == pytest.approx(8e-3)
+    assert allocate(model, [qtorch.int8_weight_only(), None], "8 us", rows=2).milliseconds == pytest.approx(8e-3)
     # A layer that runs twice for each token takes twice the time.
     twice = nn.Sequential(model[0], model[0], model[1])
-    allocation = allocate(twice, [int8_weight_only(), None], "9 us a token", [torch.randn(3, 32)])
+    allocation = allocate(twice, [qtorch.int8_weight_only(), None], "9 us a token", [torch.randn(3, 32)])
     assert sum(row.nanoseconds[0] for row in allocation.rows) == 3000
     with pytest.raises(ValueError, match=r"less than the cheapest candidates take: 0\.004 ms$"):
-        allocate(model, [int8_weight_only(), None], "3 us a token")
+        allocate(model, [qtorch.int8_weight_only(), None], "3 us a token")
 
 
-INT4, INT8 = int4_weight_only(32), int8_weight_only()
+INT4, INT8 = qtorch.int4_weight_only(32), qtorch.int8_weight_only()
 
 
 class Model(nn.Module):
@@ -204,8 +202,8 @@ def test_each_layer_gets_the_fastest_of_a_least_sqnr(known_times: list[tuple[int
     # One measurement for each shape.
     assert known_times == [(35, 32, 64)] * 3 + [(35, 64, 64)] * 3
     before = model(x)
-    assert quantize_(model, found).bytes_after == found.nbytes
-    assert 10 < compute_error(before, model(x)) < 60
+    assert qtorch.quantize_(model, found).bytes_after == found.nbytes
+    assert 10 < qtorch.compute_error(before, model(x)) < 60
     model, x = Model(), torch.randn(5, 7, 32)
     found = fastest(model, [None, INT4, INT8], x, filter_fn=used, min_sqnr=35)
     assert dict(found) == {"a": INT8, "b": INT8}

@@ -6,19 +6,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import intx_weight_only
 from qtorch.calibration import gptq
 from qtorch.calibration.allocation.items import Item, find_items
 from qtorch.calibration.allocation.scores import Rows, Scores, score_weights
 from qtorch.calibration.data import Data
 from qtorch.calibration.rounding import Gptq, Grid
-from qtorch.kernels.conv import to_matrix
 from tests.calibration.test_in_order import ByGroupedMm, Experts
 
-INT2, INT4 = (intx_weight_only(f"int{bits}", 8) for bits in (2, 4))
+INT2, INT4 = (qtorch.intx_weight_only(f"int{bits}", 8) for bits in (2, 4))
 
 
 def batches(*shape: int, count: int = 3) -> list[Tensor]:
@@ -104,7 +101,7 @@ def test_rounding_by_gptq_and_quantized_activations() -> None:
         qtorch.quantize_(quantized, {"a": candidate})
         x = torch.cat(data)
         direct = (model.a(x) - quantized.a(x)).detach().square().sum() / 2
-        direct /= functional.linear(x, items[0].matrix).square().sum()
+        direct /= nn.functional.linear(x, items[0].matrix).square().sum()
         # Errors of weight and input are taken as uncorrelated.
         assert value == pytest.approx(float(direct), rel=0.1)
     assert found[0].values[1] > 1.2 * found[0].values[0]
@@ -133,7 +130,7 @@ class ByAddmm(Weight):
 
 class ByLinear(Weight):
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
+        return nn.functional.linear(x, self.weight)
 
 
 @pytest.mark.parametrize("kind", [ByMatmul, FromTheLeft, ByAddmm])
@@ -173,7 +170,7 @@ def test_experts_are_one_item_with_inputs_of_their_own(kind: Callable[..., nn.Mo
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions(groups: int) -> None:
     model = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1, groups=groups))
-    recipe = intx_weight_only("int3", -1)
+    recipe = qtorch.intx_weight_only("int3", -1)
     items, found = scores_of(model, batches(2, 8, 5, 5), {"0": [recipe]})
     quantized = copy.deepcopy(model)
     qtorch.quantize_(quantized, {"0": recipe})
@@ -183,7 +180,7 @@ def test_convolutions(groups: int) -> None:
         # Outputs (2, 12, 5, 5) have 2 * 12 * 5 rows of 5; signs as gradients.
         assert found[0].values[0] == pytest.approx(float(squares.sum()) / 2 * 6 * 25 / (6 * 12 * 5), rel=1e-2)
     assert found[0].values[0] > 0
-    assert items[0].matrix.shape == to_matrix(model[0].weight).shape
+    assert items[0].matrix.shape == qtorch.kernels.conv.to_matrix(model[0].weight).shape
 
 
 class TiedModel(nn.Module):

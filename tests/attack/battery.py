@@ -5,15 +5,11 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.conv import ConvWeight
-from qtorch.dtypes.matrix_weight import MatrixWeight
+from qtorch.dtypes import ConvWeight, MatrixWeight, QuantizedTensor
 from qtorch.kernels.linear import reference
-from tests.movement.holding import through_file
-from tests.movement.reasons import CLEAR
+from tests.movement import holding, reasons
 
 
 def battery(weight: QuantizedTensor) -> str | None:
@@ -25,7 +21,7 @@ def battery(weight: QuantizedTensor) -> str | None:
                 operation(weight)
         except AssertionError as error:
             return f"{operation.__name__}: {error or 'AssertionError'}"
-        except CLEAR as error:
+        except reasons.CLEAR as error:
             if not str(error):
                 return f"{operation.__name__}: {type(error).__name__} without a message"
         except Exception as error:
@@ -33,7 +29,7 @@ def battery(weight: QuantizedTensor) -> str | None:
     return None
 
 
-def close(got: Tensor, wanted: Tensor, what: str) -> None:
+def close(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     """Assert that `got` is `wanted` up to rounding; where `wanted` is not finite only its shape is compared."""
     assert got.shape == wanted.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(wanted.shape)}"
     if not bool(wanted.isfinite().all()):
@@ -46,7 +42,7 @@ def close(got: Tensor, wanted: Tensor, what: str) -> None:
 def whole(w: QuantizedTensor) -> None:
     """Its inner tensors are plain and nothing of its class is hidden by an attribute."""
     for name, inner in w.inner_tensors.items():
-        assert isinstance(inner, Tensor), f"{name} is a {type(inner).__name__}"
+        assert isinstance(inner, torch.Tensor), f"{name} is a {type(inner).__name__}"
     for name, value in vars(w).items():
         own = name in w.tensor_names(w.scheme) or name in ("scheme", "fast_linear", "_is_param")
         known = getattr(type(w), name, value)
@@ -117,7 +113,7 @@ def refuses_rows_that_it_has_not(w: QuantizedTensor) -> None:
         for row in (w.shape[0], -1, 2**40):
             try:
                 functional.embedding(torch.tensor([row]), w)
-            except (IndexError, *CLEAR):
+            except (IndexError, *reasons.CLEAR):
                 continue
             raise AssertionError(f"it gives row {row} of {w.shape[0]}")
 
@@ -168,7 +164,7 @@ def has_a_gradient(w: QuantizedTensor) -> None:
 
 
 def saves_again(w: QuantizedTensor) -> None:
-    again = through_file({"w": w})["w"]
+    again = holding.through_file({"w": w})["w"]
     assert type(again) is type(w)
     assert again.scheme == w.scheme
     close(again.dequantize(), w.dequantize(), "saved and loaded again")
@@ -180,5 +176,5 @@ OPERATIONS: list[Callable[[QuantizedTensor], None]] = [
 ]  # fmt: skip
 
 
-def _input(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+def _input(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, columns, dtype=dtype if dtype.is_floating_point else torch.float32)

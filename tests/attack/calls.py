@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import qtorch
 import qtorch.checkpoint.save_load
 from qtorch.calibration import Nearest, auto, calibrated
-from qtorch.cli import main
 from tests.checkpoint_model import quantized
 
 WIDTH = 96
@@ -33,14 +32,9 @@ def start(name: str, *arguments: object) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "tests.attack.calls", name, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        words,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        words, cwd=Path(__file__).parents[2], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )
+    )  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()
     return process
@@ -216,7 +210,7 @@ def attempt(arguments: list[str], seconds: float | None, largest: int | None) ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 1
         try:
-            status = main(arguments)
+            status = qtorch.cli.main(arguments)
         finally:
             os._exit(status)
     if seconds is not None:

@@ -150,12 +150,10 @@ def run(seed: int) -> str | None:
         shutil.rmtree(target)
 
 
-def attack(
-    model: Net, path: Path, options: dict[str, bool], wanted: tuple[dict[str, Tensor], Tensor] | None
-) -> str | None:
+def attack(model: Net, path: Path, how: dict[str, bool], wanted: tuple[dict[str, Tensor], Tensor] | None) -> str | None:
     before = contents(model)
     try:
-        load_quantized(model, path, **options)
+        load_quantized(model, path, **how)
     except (ValueError, OSError) as error:
         if isinstance(error, UnicodeError):
             return f"{type(error).__name__}: {error}"

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from qtorch.checkpoint.part_file import JOURNAL
-from qtorch.checkpoint.tensor_file import checksum
+from qtorch.checkpoint import part_file, tensor_file
 
 Place = tuple[Any, ...]
 """Keys and indices from the root of a tree to a node."""
@@ -181,18 +179,9 @@ class Mutator:
 
 
 MUTATIONS = [
-    *[Mutator.replace] * 3,
-    *[Mutator.nudge] * 3,
-    *[Mutator.copy] * 2,
-    *[Mutator.swap] * 2,
-    *[Mutator.delete] * 2,
-    Mutator.flip,
-    Mutator.respell,
-    Mutator.duplicate,
-    Mutator.rename,
-    Mutator.nest,
-    Mutator.reorder,
-]
+    *[Mutator.replace] * 3, *[Mutator.nudge] * 3, *[Mutator.copy] * 2, *[Mutator.swap] * 2, *[Mutator.delete] * 2,
+    Mutator.flip, Mutator.respell, Mutator.duplicate, Mutator.rename, Mutator.nest, Mutator.reorder,
+]  # fmt: skip
 
 
 def mutate(tree: Any, rng: random.Random) -> tuple[Any, str]:
@@ -271,7 +260,7 @@ def edit_json(folder: Path, rng: random.Random) -> tuple[str, bool]:
     if path is None:
         return edit_header(folder, rng)
     tree = json.loads(path.read_text())
-    if path.name != JOURNAL:
+    if path.name != part_file.JOURNAL:
         changed, what = mutate(tree, rng)
         path.write_text(text_of(changed), errors="replace")
         return f"{path.name}: {what}", True
@@ -316,17 +305,17 @@ def edit_tensor(folder: Path, rng: random.Random) -> tuple[str, bool]:
         tree, data = take_apart(root)
         if "qtorch" in tree.get("__metadata__", {}):
             header = json.loads(tree["__metadata__"]["qtorch"])
-            header["checksums"][name] = checksum(tensors[name])
+            header["checksums"][name] = tensor_file.checksum(tensors[name])
             put_together(root, json.dumps(with_metadata(tree, "qtorch", json.dumps(header))), data)
     return f"{name} of {path.name}: {what}", False
 
 
-def _another(tensor: Tensor, rng: random.Random) -> tuple[Tensor | None, str]:
+def _another(tensor: torch.Tensor, rng: random.Random) -> tuple[torch.Tensor | None, str]:
     noise = torch.randint(0, 256, (tensor.nbytes,), dtype=torch.uint8)
     noise = noise % 2 if tensor.dtype is torch.bool else noise
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.int32, torch.bool])
     value = rng.choice([0, 1, 127] if not tensor.is_floating_point() else [0, -1, 1e30, float("nan"), float("inf")])
-    changes: dict[str, Callable[[], Tensor | None]] = {
+    changes: dict[str, Callable[[], torch.Tensor | None]] = {
         "removed": lambda: None,
         "flat": lambda: tensor.reshape(-1),
         "another rank": lambda: tensor.reshape(*tensor.shape, *[1] * rng.randint(1, 3)),

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from qtorch import load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
@@ -41,14 +40,14 @@ def _device() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def numbers(subject: Subject, scope: Scope) -> dict[str, Tensor]:
+def numbers(subject: Subject, scope: Scope) -> dict[str, torch.Tensor]:
     """What weights give that are quantized, called, trained, saved and loaded in a scope."""
     torch.manual_seed(0)
     layer, other, (row, few, many) = subject.float_layer(), subject.float_layer(2), inputs()
     rate, found = torch.tensor(0.1), {}
     others = {
-        "embedding": (nn.Embedding(40, K), torch.arange(40)),
-        "convolution": (nn.Conv2d(32, 32, 3), many.view(2, 32, 8, 8)),
+        "embedding": (torch.nn.Embedding(40, K), torch.arange(40)),
+        "convolution": (torch.nn.Conv2d(32, 32, 3), many.view(2, 32, 8, 8)),
         "experts": (Experts(3, 32), few),
     }
     with scope():
@@ -82,7 +81,7 @@ def numbers(subject: Subject, scope: Scope) -> dict[str, Tensor]:
                 found["served from a file"] = load_quantized(other, Path(folder) / "layer.safetensors")(many)
         for name, (module, x) in others.items():
             with contextlib.suppress(ValueError):  # not every recipe takes every kind of weight
-                quantize_(nn.ModuleDict({"part": module}), {r"part\.weight|part": subject.recipe})
+                quantize_(torch.nn.ModuleDict({"part": module}), {r"part\.weight|part": subject.recipe})
                 found[name] = module(x)
     return {name: tensor.detach() for name, tensor in found.items()}
 

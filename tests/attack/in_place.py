@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import qtorch
 from qtorch.dtypes import QuantizedTensor
 from qtorch.kernels.cpu import variants
-from qtorch.model.install import PreparedModule
-from qtorch.recipes.base import WeightRecipe
 from qtorch.training import TrainingWeight
 from tests.attack.operations import Operation, add, attempt, inputs, operation, outputs, same
 from tests.attack.subject import SUBJECTS, Subject
@@ -54,9 +52,7 @@ def _change(way: Way, values: Callable[[Tensor], Tensor], refuses: str | None, s
                 same(got, outputs(copy.deepcopy(layer)), f"{state}: not the output of a copy of it")
                 before = outputs(pristine)
                 wanted = outputs(subject.fresh(new, pristine))
-                if values is _to_other_row and (
-                    subject.stochastic or not subject.trains
-                ):  # the others keep their codes
+                if values is _to_other_row and (subject.stochastic or not subject.trains):  # others keep their codes
                     wanted = [torch.cat([y[:, :1], y0[:, 1:]], 1) for y, y0 in zip(wanted, before)]
                 bound = 0.4 if subject.stochastic else 2e-5
                 same(got, wanted, f"{state}: not the output of a layer with the new numbers", bound)
@@ -135,12 +131,9 @@ WAYS: dict[str, tuple[str, str | None, Way]] = {
 """(title, what an error may say, the change)."""
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "add": lambda old: old + 1,
-    "mul": lambda old: old * 2,
-    "set_row": _to_other_row,
-    "fill": lambda old: old * 0 + 0.5,
+    "add": lambda old: old + 1, "mul": lambda old: old * 2, "set_row": _to_other_row, "fill": lambda old: old * 0 + 0.5,
     "zero": torch.zeros_like,
-}
+}  # fmt: skip
 """What the old ones become; other numbers in all other ways."""
 
 for _name, (_title, _refuses, _way) in WAYS.items():
@@ -161,7 +154,7 @@ def assign_data_of_another_shape(subject: Subject) -> None:
 def copy_of_nan(subject: Subject) -> None:
     """A frozen weight refuses it; a training weight shows it."""
     layer, values = subject.layer().eval(), subject.values(2)
-    if isinstance(subject.recipe, WeightRecipe):
+    if isinstance(subject.recipe, qtorch.recipes.base.WeightRecipe):
         values = subject.recipe.prune(values)
     values[3, values[3].abs().argmax()] = float("nan")
     with torch.no_grad():
@@ -219,14 +212,14 @@ def load_into_a_float_model(subject: Subject) -> None:
         attempt(lambda: layer.load_state_dict(state), layer, NAMES_A_WAY)
         raise AssertionError("it is accepted: the model is in floating point again")
     # Weights in training are floats to a checkpoint; layers with a state of their own have keys that a float one lacks.
-    layer.load_state_dict(state, strict=not isinstance(subject.layer(), PreparedModule))
+    layer.load_state_dict(state, strict=not isinstance(subject.layer(), qtorch.model.install.PreparedModule))
 
 
 @operation(GROUP, "`load_state_dict(assign=True)` into a float model")
 def assign_into_a_float_model(subject: Subject) -> None:
     """The model is quantized then, and frozen weights stay frozen."""
     source = subject.layer(2).eval()
-    if isinstance(source, PreparedModule):
+    if isinstance(source, qtorch.model.install.PreparedModule):
         return
     layer = subject.float_layer().eval()
     layer.load_state_dict(source.state_dict(), assign=True)

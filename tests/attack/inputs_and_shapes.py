@@ -268,15 +268,10 @@ def products(subject: Subject) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
     yield "addmm", lambda x: torch.addmm(layer.bias, x, layer.weight.t()), x[:6]
     images, ids = x[:16].reshape(1, K, 4, 4), torch.arange(6).view(2, 3)
     modules: list[tuple[nn.Module, Tensor]] = [
-        (nn.Conv2d(K, N, 3, padding=1), images),
-        (nn.Conv2d(K, N, 1), images),
-        (nn.Conv2d(K, N, 3, groups=2), images),
-        (nn.Conv1d(K, N, 3), images[0].flatten(1)),
-        (nn.ConvTranspose2d(K, N, 2), images),
-        (nn.Embedding(N, K), ids),
-        (nn.EmbeddingBag(N, K, mode="sum"), ids),
-        (Experts(2, N), x[:6].view(2, 3, K)),
-    ]
+        (nn.Conv2d(K, N, 3, padding=1), images), (nn.Conv2d(K, N, 1), images), (nn.Conv2d(K, N, 3, groups=2), images),
+        (nn.Conv1d(K, N, 3), images[0].flatten(1)), (nn.ConvTranspose2d(K, N, 2), images), (nn.Embedding(N, K), ids),
+        (nn.EmbeddingBag(N, K, mode="sum"), ids), (Experts(2, N), x[:6].view(2, 3, K)),
+    ]  # fmt: skip
     for module, x in modules:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

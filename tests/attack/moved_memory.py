@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.matrix_weight import MatrixWeight
+from qtorch.dtypes import MatrixWeight, QuantizedTensor
 from qtorch.kernels.linear import reference
 from tests.attack.battery import close
 from tests.attack.sources import SOURCES, source
@@ -127,14 +125,14 @@ def _linear(rows: int) -> Operation:
     def run(weight: QuantizedTensor, by_torch: Tensor | None) -> Tensor:
         torch.manual_seed(rows)
         x = torch.randn(rows, weight.scheme.shape[1], dtype=weight.scheme.dtype)
-        return functional.linear(x, weight) if by_torch is None else reference.linear(x, weight, None)
+        return torch.nn.functional.linear(x, weight) if by_torch is None else reference.linear(x, weight, None)
 
     return run
 
 
 def _embedding(weight: QuantizedTensor, by_torch: Tensor | None) -> Tensor:
     ids = torch.tensor([0, weight.scheme.shape[0] - 1])
-    return functional.embedding(ids, weight) if by_torch is None else _floats(weight)[ids]
+    return torch.nn.functional.embedding(ids, weight) if by_torch is None else _floats(weight)[ids]
 
 
 def _dequantize(weight: QuantizedTensor, by_torch: Tensor | None) -> Tensor:

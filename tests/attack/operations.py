@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
 from tests.attack.subject import Subject
 from tests.movement.reasons import CLEAR
@@ -94,7 +93,7 @@ def _one_line(error: BaseException) -> str:
 ROWS = (1, 3, 64)
 
 
-def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def inputs(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Of a few and of many rows; always the same."""
     from tests.attack.subject import K
 
@@ -103,7 +102,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 @torch.no_grad()
-def outputs(layer: nn.Module) -> list[Tensor]:
+def outputs(layer: torch.nn.Module) -> list[torch.Tensor]:
     """Of `layer` in evaluation mode."""
     training = layer.training
     layer.eval()
@@ -112,7 +111,7 @@ def outputs(layer: nn.Module) -> list[Tensor]:
     return result
 
 
-def same(got: list[Tensor], wanted: list[Tensor], what: str, bound: float = 2e-5) -> None:
+def same(got: list[torch.Tensor], wanted: list[torch.Tensor], what: str, bound: float = 2e-5) -> None:
     """Assert that two lists of outputs are equal up to the order of sums."""
     for y, y0 in zip(got, wanted, strict=True):
         assert y.shape == y0.shape, f"{what}: shape {tuple(y.shape)}, not {tuple(y0.shape)}"
@@ -121,7 +120,7 @@ def same(got: list[Tensor], wanted: list[Tensor], what: str, bound: float = 2e-5
         assert error <= bound, f"{what}: relative error {error:.2g}"
 
 
-def attempt(call: Callable[[], object], layer: nn.Module, refuses: str | None = None) -> None:
+def attempt(call: Callable[[], object], layer: torch.nn.Module, refuses: str | None = None) -> None:
     """Run `call`; where it raises a clear error that matches `refuses`, assert that `layer` is what it was and raise
     `Refused`."""
     before = outputs(layer)

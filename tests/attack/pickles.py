@@ -19,9 +19,8 @@ from torch import Tensor
 
 from qtorch.dtypes import QuantizedTensor, copying
 from qtorch.dtypes.copying import rebuild
+from tests.attack import damage, sources
 from tests.attack.battery import battery
-from tests.attack.damage import mutate, text_of
-from tests.attack.sources import NAMES, source
 
 REFUSALS = (ValueError, TypeError, pickle.UnpicklingError)
 """What `torch.load` may raise."""
@@ -70,8 +69,8 @@ def _load_and_use(file: bytes) -> str | None:
 def damaged(seed: int) -> tuple[str, bytes]:
     """(what was changed, the file) of a case."""
     pick = random.Random(seed)
-    name = pick.choice(NAMES)
-    original = source(name)
+    name = pick.choice(sources.NAMES)
+    original = sources.source(name)
     assert original is not None
     _, arguments = original.__reduce_ex__(2)
     changed = [copy.copy(argument) for argument in arguments]
@@ -132,8 +131,8 @@ def table_of_tensors(arguments: Arguments, pick: random.Random) -> str:
 
 
 def scheme_field(arguments: Arguments, pick: random.Random) -> str:
-    scheme, what = mutate(json.loads(arguments[SCHEME]), pick)
-    arguments[SCHEME] = text_of(scheme)
+    scheme, what = damage.mutate(json.loads(arguments[SCHEME]), pick)
+    arguments[SCHEME] = damage.text_of(scheme)
     return f"scheme: {what}"
 
 
@@ -171,7 +170,7 @@ def scheme_text(arguments: Arguments, pick: random.Random) -> str:
             ("null", "null"),
             ("a number", "1e999"),
             ("NaN", text.replace("32", "NaN")),
-            ("of another tensor", source(pick.choice(NAMES)).__reduce_ex__(2)[1][SCHEME]),
+            ("of another tensor", sources.source(pick.choice(sources.NAMES)).__reduce_ex__(2)[1][SCHEME]),
             ("no text", pick.choice(NOT_TENSORS)),
             ("empty", ""),
         ]
@@ -207,17 +206,9 @@ def count_of_arguments(arguments: Arguments, pick: random.Random) -> str:
 
 
 DAMAGES = [
-    *[one_tensor] * 8,
-    *[table_of_tensors] * 2,
-    *[scheme_field] * 6,
-    *[scheme_shape] * 5,
-    scheme_dtype,
-    *[scheme_text] * 2,
-    flags,
-    *[state] * 3,
-    type_name,
-    count_of_arguments,
-]
+    *[one_tensor] * 8, *[table_of_tensors] * 2, *[scheme_field] * 6, *[scheme_shape] * 5, scheme_dtype,
+    *[scheme_text] * 2, flags, *[state] * 3, type_name, count_of_arguments,
+]  # fmt: skip
 
 
 # --- changes to one inner tensor ---
@@ -282,7 +273,7 @@ def _of_another_kind(tensor: Tensor, pick: random.Random) -> Any:
         lambda: tensor.to("meta"),
         lambda: tensor.float().to_sparse(),
         lambda: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
-        lambda: source(pick.choice(NAMES)),
+        lambda: sources.source(pick.choice(sources.NAMES)),
         lambda: torch.nn.Parameter(tensor, requires_grad=False),
         lambda: torch.nn.Parameter(tensor.float(), requires_grad=True),
         lambda: torch.complex(tensor.float(), tensor.float()).conj(),
@@ -296,15 +287,9 @@ def _not_a_tensor(tensor: Tensor, pick: random.Random) -> Any:
 
 
 TENSOR_CHANGES = [
-    *[_fewer_rows, _fewer_columns, _more, _one_element] * 2,
-    _in_another_shape,
-    _in_other_strides,
-    _in_another_dtype,
-    _of_other_numbers,
-    _not_finite,
-    _of_another_kind,
-    _not_a_tensor,
-]
+    *[_fewer_rows, _fewer_columns, _more, _one_element] * 2, _in_another_shape, _in_other_strides, _in_another_dtype,
+    _of_other_numbers, _not_finite, _of_another_kind, _not_a_tensor,
+]  # fmt: skip
 
 
 # --- the call inside others that torch.load allows ---
@@ -329,7 +314,7 @@ def _as_a_tensor_of_itself(arguments: Arguments, pick: random.Random) -> list[An
 
 
 def _next_to_another(arguments: Arguments, pick: random.Random) -> list[Any]:
-    return [Reduced(rebuild, arguments), source(pick.choice(NAMES)), Reduced(rebuild, arguments)]
+    return [Reduced(rebuild, arguments), sources.source(pick.choice(sources.NAMES)), Reduced(rebuild, arguments)]
 
 
 WRAPPED = [_with_state_of_a_parameter, _as_a_parameter, _as_a_tensor_of_itself, _next_to_another]

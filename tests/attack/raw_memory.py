@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from qtorch.dtypes import QuantizedTensor
 from tests.attack.operations import Operation, Refused, add, outputs, same
@@ -18,7 +17,7 @@ GROUP = "Raw memory"
 WORDS = r"save_quantized|dequantize|call F\.linear"
 
 
-def _save_file(layer: nn.Linear) -> object:
+def _save_file(layer: torch.nn.Linear) -> object:
     from safetensors.torch import save_file
 
     with tempfile.TemporaryDirectory() as folder:
@@ -26,11 +25,11 @@ def _save_file(layer: nn.Linear) -> object:
     return None
 
 
-def _ones(layer: nn.Linear) -> Tensor:
+def _ones(layer: torch.nn.Linear) -> torch.Tensor:
     return torch.ones(1, layer.in_features)
 
 
-WAYS: dict[str, tuple[str, Callable[[nn.Linear], object]]] = {
+WAYS: dict[str, tuple[str, Callable[[torch.nn.Linear], object]]] = {
     "from_dlpack": ("`torch.from_dlpack(p)`", lambda layer: torch.from_dlpack(layer.weight.detach())),
     "to_numpy": ("`p.numpy()`", lambda layer: layer.weight.detach().numpy()),
     "apply": ("`p.apply_(f)`", lambda layer: layer.weight.detach().apply_(lambda value: value + 1)),
@@ -48,7 +47,7 @@ WAYS: dict[str, tuple[str, Callable[[nn.Linear], object]]] = {
 }
 
 
-def _ask(way: Callable[[nn.Linear], object], subject: Subject) -> None:
+def _ask(way: Callable[[torch.nn.Linear], object], subject: Subject) -> None:
     layer = subject.layer().eval()
     before = outputs(layer)
     try:
@@ -65,14 +64,14 @@ def _ask(way: Callable[[nn.Linear], object], subject: Subject) -> None:
     _is_right(layer, got)
 
 
-def _is_right(layer: nn.Linear, got: object) -> None:
+def _is_right(layer: torch.nn.Linear, got: object) -> None:
     """Numbers, if they are given, are those of the weight."""
     assert isinstance(layer.weight, QuantizedTensor)
     values = layer.weight.detach().dequantize()
     if isinstance(got, list | float):
         assert torch.allclose(torch.tensor(got).float(), values if isinstance(got, list) else values[0, 0])
         return
-    assert isinstance(got, Tensor), f"it gives {str(got)[:40]}"
+    assert isinstance(got, torch.Tensor), f"it gives {str(got)[:40]}"
     assert got.shape == values.shape or got.shape == (1, layer.out_features)
     if got.shape == values.shape:
         assert torch.allclose(got.float(), values), "it gives other numbers"

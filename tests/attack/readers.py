@@ -22,18 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import qtorch
-from qtorch import load_quantized, quantize_, quantize_checkpoint, save_quantized
 from qtorch.calibration import Nearest, calibrated
 from qtorch.calibration.allocation.allocation import Allocation, Row
 from qtorch.checkpoint.sources import open_source
 from qtorch.checkpoint.streaming import partial
 from qtorch.cli.recipes import read_config
-from qtorch.dtypes import QuantizedTensor
 from qtorch.kernels.cpu import variants
-from qtorch.kernels.cuda.launch_config import SHIPPED, Table
 from tests.attack import damage
 from tests.calibration import test_resume
 from tests.float_checkpoints import decoder, save_shards
@@ -74,24 +70,24 @@ def torchao(path: Path) -> Path:
 
 def ours(format: str, path: Path) -> Path:
     model = Layer(32, 64).bfloat16()
-    quantize_(model, INT4)
-    save_quantized(model, path, format=format)
+    qtorch.quantize_(model, INT4)
+    qtorch.save_quantized(model, path, format=format)
     return path
 
 
-def bitsandbytes() -> dict[str, Tensor]:
+def bitsandbytes() -> dict[str, torch.Tensor]:
     from tests.formats import test_bitsandbytes
 
     return test_bitsandbytes.layer("nf4", True)[0]
 
 
-def deepseek() -> dict[str, Tensor]:
+def deepseek() -> dict[str, torch.Tensor]:
     stored = {"layer.weight": test_float8.e4m3(32, 64), "layer.weight_scale_inv": torch.rand(2, 2)}
     return {**stored, **plain_tensors(64, torch.bfloat16)}
 
 
 GPTQ, BF16 = {"bits": 4, "group_size": 32}, "bfloat16"
-WRITTEN: dict[str, tuple[Callable[[], Mapping[str, Tensor]], dict[str, Any]]] = {
+WRITTEN: dict[str, tuple[Callable[[], Mapping[str, torch.Tensor]], dict[str, Any]]] = {
     "auto_round": (
         lambda: test_gptq_awq.layer(4, 3),
         quantized_config("auto-round", packing_format="auto_round:gptqmodel", **GPTQ),
@@ -132,14 +128,14 @@ def load(shape: tuple[int, ...], path: Path, whole: bool) -> str | None:
     model = Layer(*shape)
     before = model.layer.weight
     try:
-        load_quantized(model, path)
+        qtorch.load_quantized(model, path)
     except BaseException:
         assert model.layer.weight is before, "half loaded"
         raise
     weight = model.layer.weight
     if tuple(weight.shape) != shape:
         return f"the weight has the shape {tuple(weight.shape)}"
-    if isinstance(weight, QuantizedTensor):
+    if isinstance(weight, qtorch.dtypes.QuantizedTensor):
         if tuple(weight.dequantize().shape) != shape:
             return "dequantizes to another shape"
         model(torch.randn(2, shape[1], dtype=weight.dtype))
@@ -198,11 +194,11 @@ def read_ways(path: Path, whole: bool) -> str | None:
 
 def launch(path: Path) -> None:
     path.mkdir()
-    shutil.copy(SHIPPED / "default.json", path / "launch.json")
+    shutil.copy(qtorch.kernels.cuda.launch_config.SHIPPED / "default.json", path / "launch.json")
 
 
 def read_launch(path: Path, whole: bool) -> str | None:
-    table = Table.read(path / "launch.json")
+    table = qtorch.kernels.cuda.launch_config.Table.read(path / "launch.json")
     for op, dtype, _ in list(table.entries):
         table.nearest(op, dtype, (16, 64, 64))
     table.write(path / "again.json")
@@ -212,11 +208,9 @@ def read_launch(path: Path, whole: bool) -> str | None:
 def recipes(path: Path) -> None:
     path.mkdir()
     given = {
-        "lm_head": None,
-        r".*\.q_proj": {"recipe": "int4_weight_only", "group_size": 32},
-        r".*_proj": "int8_weight_only()",
-        ".*": qtorch.primitives.to_json(INT4),
-    }
+        "lm_head": None, r".*\.q_proj": {"recipe": "int4_weight_only", "group_size": 32},
+        r".*_proj": "int8_weight_only()", ".*": qtorch.primitives.to_json(INT4),
+    }  # fmt: skip
     (path / "recipes.json").write_text(json.dumps(given))
 
 
@@ -264,7 +258,7 @@ def quantized(format: str, folder: Path) -> None:
     recipe = {"gguf": qtorch.gguf_q8_0()}.get(format, INT4)
     if format in ("gptq", "awq"):  # they pack multiples of 32
         recipe = {r"lm_head|odd\.weight": None, ".*": INT4}
-    quantize_checkpoint(source(format), folder / name, recipe, format=format, max_shard_size=6000)
+    qtorch.quantize_checkpoint(source(format), folder / name, recipe, format=format, max_shard_size=6000)
 
 
 def unfinished(format: str, path: Path) -> None:
@@ -289,7 +283,7 @@ def finish(format: str, path: Path, whole: bool) -> str | None:
     return None
 
 
-def calibrate(path: Path, dies_at: int = -1) -> Mapping[str, Tensor]:
+def calibrate(path: Path, dies_at: int = -1) -> Mapping[str, torch.Tensor]:
     calls = 0
 
     def counted(model: Any, batch: Any) -> Any:
@@ -302,7 +296,7 @@ def calibrate(path: Path, dies_at: int = -1) -> Mapping[str, Tensor]:
     torch.manual_seed(0)
     model = test_resume.Model(2)
     recipe = calibrated(test_resume.INT3, test_resume.batches(1), rounding=Nearest(), forward=counted)
-    quantize_(model, recipe, resume=path)
+    qtorch.quantize_(model, recipe, resume=path)
     return test_resume.bits(model)
 
 
@@ -312,7 +306,7 @@ def calibration(path: Path) -> None:
 
 
 @functools.cache
-def calibrated_bits() -> Mapping[str, Tensor]:
+def calibrated_bits() -> Mapping[str, torch.Tensor]:
     return calibrate(_folder() / "calibrated")
 
 
@@ -384,12 +378,8 @@ def edit_header(folder: Path, rng: random.Random) -> tuple[str, bool]:
 
 
 DAMAGES: list[damage.Damage] = [
-    *[damage.edit_json] * 4,
-    *[edit_header] * 2,
-    damage.edit_bytes,
-    damage.edit_tensor,
-    edit_places,
-]
+    *[damage.edit_json] * 4, *[edit_header] * 2, damage.edit_bytes, damage.edit_tensor, edit_places,
+]  # fmt: skip
 
 
 # --- a case ---

@@ -16,21 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 import qtorch
-from qtorch.checkpoint.save_folder import SAVE_FORMATS
-from qtorch.checkpoint.sources import SOURCES, QtorchSource
+from qtorch.checkpoint import save_folder, sources
 from tests import every_recipe
-from tests.attack import checkpoints, pickles, readers, workers
+from tests.attack import checkpoints, moved_memory, pickles, readers, workers
 from tests.attack.battery import battery
 from tests.attack.damage import Damage
-from tests.attack.moved_memory import CASES
 from tests.attack.sources import NAMES, source
 from tests.movement.holding import through_file
 
 COUNT = int(os.environ.get("QTORCH_FUZZ", "1000"))
-COUNTS = {"pickles": COUNT, "checkpoints": COUNT, "moved_memory": len(CASES)}
+COUNTS = {"pickles": COUNT, "checkpoints": COUNT, "moved_memory": len(moved_memory.CASES)}
 # Half a kind is a test, so that two processes share it; the quick part takes every change of the first weights.
 SEEDS = [("pickles", 0, 100), ("moved_memory", 0, 100)]
 HALVES = [(kind, count * half // 2, count * (half + 1) // 2) for kind, count in COUNTS.items() for half in (0, 1)]
@@ -46,13 +43,11 @@ def test_every_seed(kind: str, first: int, stop: int) -> None:
 
 
 def test_the_cases_are_there_and_depend_on_their_seed_alone() -> None:
-    assert len(CASES) > 1000
-    assert {"qdata", "scale", "zero_point"} <= {case.tensor for case in CASES}
+    assert len(moved_memory.CASES) > 1000
+    assert {"qdata", "scale", "zero_point"} <= {case.tensor for case in moved_memory.CASES}
     assert [pickles.damaged(seed)[0] for seed in range(20)] == [pickles.damaged(seed)[0] for seed in range(20)]
     words = " ".join(pickles.damaged(seed)[0] for seed in range(400))
-    assert all(
-        word in words for word in ("scheme: shape", "state", "type name", "tensors: missing", "not_a_tensor", "deep")
-    )
+    assert all(w in words for w in ("scheme: shape", "state", "type name", "tensors: missing", "not_a_tensor", "deep"))
     assert len(set(pickles.DAMAGES)) == 10
 
 
@@ -115,13 +110,13 @@ def test_every_seed_of_a_reader(name: str) -> None:
 @needs_packages
 def test_readers_are_registered_and_damage_depends_on_the_seed(tmp_path: Path) -> None:
     """That of `save_quantized` is attacked by `checkpoints`."""
-    seen = {QtorchSource}
+    seen = {sources.QtorchSource}
     for name in [*readers.FOLDERS, "gguf"]:
         readers.READERS[name].make(tmp_path / name)
         path = tmp_path / name / ("model.gguf" if name == "gguf" else "")
-        seen.add(next(kind for kind in SOURCES if kind.recognizes(path)))
-    assert seen == set(SOURCES)
-    assert {f"unfinished {name}" for name in ("qtorch", *SAVE_FORMATS)} <= readers.READERS.keys()
+        seen.add(next(kind for kind in sources.SOURCES if kind.recognizes(path)))
+    assert seen == set(sources.SOURCES)
+    assert {f"unfinished {name}" for name in ("qtorch", *save_folder.SAVE_FORMATS)} <= readers.READERS.keys()
     # And it does damage.
     done = []
     for attempt in range(2):
@@ -148,7 +143,7 @@ def test_the_state_of_a_parameter() -> None:
         return
     for rows in (1, 3, 3):
         with pytest.raises((ValueError, RuntimeError), match=r"qdata|codes"):
-            functional.linear(torch.randn(rows, 256), loaded)
+            torch.nn.functional.linear(torch.randn(rows, 256), loaded)
 
 
 @pytest.mark.parametrize("inner", ["qdata", "scale"])
@@ -161,9 +156,9 @@ def test_an_inner_tensor_that_a_pickle_changes_after_the_check(inner: str) -> No
     assert getattr(loaded[2], inner).shape == (1, 1)
     for rows in (1, 3, 64, 64):
         with pytest.raises((ValueError, RuntimeError), match=inner if inner == "scale" else r"qdata|codes"):
-            functional.linear(torch.randn(rows, 256), loaded[2])
+            torch.nn.functional.linear(torch.randn(rows, 256), loaded[2])
     with pytest.raises((ValueError, RuntimeError)):
-        functional.embedding(torch.tensor([255]), loaded[2])
+        torch.nn.functional.embedding(torch.tensor([255]), loaded[2])
 
 
 def _shrunk(file: bytes, index: int) -> bytes:

@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import qtorch
 from qtorch import quantize_
-from qtorch.recipes.base import Recipe
 from tests.attack import training_recipes
 from tests.every_recipe import NAMES, make
 
@@ -96,7 +93,7 @@ class Products(InLoop):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x @ layer.weight.t() + functional.linear(x, layer.weight)
+            x = x @ layer.weight.t() + nn.functional.linear(x, layer.weight)
             torch._dynamo.graph_break()
         return x
 
@@ -105,7 +102,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {cls.__name__: cls for cls in (InL
 MODULES |= {f.__name__: functools.partial(InLoop, f) for f in (data_dependent, printing)}
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str) -> qtorch.recipes.base.Recipe:
     return training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32)
 
 
@@ -203,7 +200,7 @@ def test_weights_of_several_shapes_as_arguments(name: str) -> None:
         quantize_(layer, recipe_of(name))
         x = torch.randn(5, k)
         weight = layer.weight.detach()
-        torch.testing.assert_close(run(x, weight), functional.linear(x, weight), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(run(x, weight), nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["int8_weight_only", pytest.param("qat", marks=pytest.mark.slow)])
@@ -229,7 +226,7 @@ def test_training_steps_and_checkpointing(name: str) -> None:
     block(torch.randn(8, 64))
     block.eval()
     x = torch.randn(8, 64)
-    run = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), backend="aot_eager")
+    run = torch.compile(lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), backend="aot_eager")
     for a, b in zip(gradients(run, block, x), gradients(block, block, x), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -251,9 +248,7 @@ def test_one_graph_for_all_batch_sizes(mark: bool) -> None:
 RECIPE = qtorch.int8_weight_only()
 
 
-@pytest.mark.parametrize(
-    "change", [lambda m: quantize_(m, RECIPE), qtorch.dequantize_], ids=["quantize_", "dequantize_"]
-)
+@pytest.mark.parametrize("change", [lambda m: quantize_(m, RECIPE), qtorch.dequantize_], ids=["quantize", "dequantize"])
 def test_quantizing_in_a_graph(change: Callable[[nn.Module], object]) -> None:
     """Whole graphs refuse it by name; others break there, and go on with what it has made."""
     model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch
 from qtorch import checkpoint, load_quantized, save_quantized
@@ -97,7 +96,7 @@ def test_never_a_mixture(shard_size: int, mmap: bool, path: Path) -> None:
 
 def test_a_root_that_is_replaced_between_its_shards(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save comes when the root was opened and its shards were not: they are gone, the path has a new checkpoint."""
-    old, new = (nn.Linear(8, 8) for _ in range(2))
+    old, new = (torch.nn.Linear(8, 8) for _ in range(2))
     save_quantized(old, path, max_shard_size=1)
     opened = []
     parse = qtorch.checkpoint.header.Header.parse
@@ -109,7 +108,7 @@ def test_a_root_that_is_replaced_between_its_shards(path: Path, monkeypatch: pyt
         return parse(metadata)
 
     monkeypatch.setattr(qtorch.checkpoint.header.Header, "parse", saves_first)
-    model = load_quantized(nn.Linear(8, 8), path)
+    model = load_quantized(torch.nn.Linear(8, 8), path)
     assert len(opened) == 2
     assert torch.equal(model.weight, new.weight)
     assert torch.equal(model.bias, new.bias)

@@ -6,7 +6,6 @@ A row fails too when docs/reference/behaviour.md says something else: `python -m
 import pytest
 
 import qtorch
-from qtorch.recipes.base import RECIPES
 from tests.attack import matrix
 from tests.attack.operations import OPERATIONS, Operation, first_words
 from tests.attack.subject import FEW, SUBJECTS, Subject
@@ -41,7 +40,7 @@ def test_no_cell_is_wrong(name: str) -> None:
 
 
 def test_every_recipe_is_a_column() -> None:
-    names = {name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.")}
+    names = {name for name, cls in qtorch.recipes.base.RECIPES.items() if cls.__module__.startswith("qtorch.")}
     # Recipes that look at data, and padded ones, give the tensors of those that they wrap; the others work on weights
     # in preparation. Layers here are too narrow for super-blocks.
     assert names - {*K_TYPES, "convert", "from_observers", "padded", *qtorch.calibration.__all__} <= {

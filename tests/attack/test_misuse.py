@@ -9,19 +9,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 import qtorch
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only, primitives, quantize_
-from qtorch.kernels import record_kernels
-from qtorch.primitives import MappingType, QuantSpec
 from qtorch.recipes.base import Recipe, WeightRecipe
-from qtorch.training import convert, int8_mixed_precision_training, lsq, qat, scheduled_qat
-from qtorch.training.weights.master import MasterWeight
-from tests import every_recipe
+from qtorch.training import MasterWeight, convert, int8_mixed_precision_training, lsq, qat, scheduled_qat
+from tests import every_recipe, quantize_model
 from tests.attack import training_recipes
-from tests.quantize_model import same, state_of
 from tests.refusals import refuses
 
 INT8 = int8_weight_only()
@@ -41,7 +36,7 @@ def quantized(layer: nn.Module, recipe: Recipe, example: Tensor | None = None) -
 
 
 # --- inputs ---
-SYMMETRIC = MappingType.SYMMETRIC
+SYMMETRIC = qtorch.primitives.MappingType.SYMMETRIC
 BLOCKS = ((1, 8), torch.ones(4, 1), None, torch.int8)
 
 
@@ -60,7 +55,7 @@ BLOCKS = ((1, 8), torch.ones(4, 1), None, torch.int8)
     ("quantize_codebook", lambda x: primitives.quantize_codebook(x, *BLOCKS[:2], torch.arange(4.0))),
     ("kmeans_codebook", lambda x: primitives.kmeans_codebook(x, 2)),
     ("quantize_int8_rowwise", qtorch.kernels.quantize_int8_rowwise),
-    ("choose_range", QuantSpec("int8").choose_qparams),
+    ("choose_range", qtorch.primitives.QuantSpec("int8").choose_qparams),
 ])  # fmt: skip
 def test_primitives_take_floating_point(name: str, call: Callable[[Tensor], object], dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=rf"^{name} takes a floating-point tensor, got {dtype}: input\.float\(\)$"):
@@ -157,9 +152,7 @@ def test_indices(recipe: Recipe) -> None:
     if recipe.name not in ("lsq", "scheduled_qat"):  # which are for nn.Embedding exactly
         bag = quantized(nn.EmbeddingBag(32, 64, mode="sum"), recipe)
         assert bag(torch.zeros(0, 3, dtype=torch.long)).shape == (0, 64)
-        with pytest.raises(
-            TypeError, match=r"embedding takes indices in int64 or int32, got torch.float32: ids.long\(\)"
-        ):
+        with pytest.raises(TypeError, match=r"embedding takes indices in int64 or int32, got torch.float32: ids.long"):
             bag(torch.zeros(2, 3))
 
 
@@ -182,19 +175,19 @@ def test_on_the_meta_device(recipe: Recipe) -> None:
 @pytest.mark.parametrize("layer", [nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8)], ids=str)
 def test_recurrent_layers_are_refused_by_name(layer: nn.Module) -> None:
     model = nn.ModuleDict({"fc": nn.Linear(8, 8), "layer": layer})
-    before = state_of(model)
+    before = quantize_model.state_of(model)
     assert [row.name for row in quantize_(model, {".*": INT8}, dry_run=True).quantized] == ["fc.weight"]
     for key in ("layer.weight_ih_l0", r"layer\.weight_ih_l0"):
         with pytest.raises(ValueError, match=rf"weight_ih_l0: is a parameter of {type(layer).__name__}, which"):
             quantize_(model, {key: INT8, ".*": INT8})
-    assert same(before, state_of(model))
+    assert quantize_model.same(before, quantize_model.state_of(model))
 
 
 def test_cells_groups_and_reports() -> None:
     cell, x = nn.LSTMCell(32, 32).eval(), torch.randn(3, 32)
     wanted = cell(x)[0]
     quantize_(cell, dict.fromkeys(("weight_ih", "weight_hh"), INT8))
-    with record_kernels() as ran, torch.no_grad():
+    with qtorch.kernels.record_kernels() as ran, torch.no_grad():
         y = cell(x)[0]
     assert sum(name.startswith("linear:") for name in ran) >= 2
     assert 25 < qtorch.compute_error(wanted, y) < 70
@@ -359,7 +352,7 @@ def test_prepared_layers_quantize_what_a_parametrization_computes(recipe: Recipe
     parametrize.register_parametrization(model[0], "weight", Doubled())
     y = model(x)
     weight = model[0].weight
-    assert 8 < qtorch.compute_error(functional.linear(x, weight, model[0].bias), y) < 60, "not that of the floats"
+    assert 8 < qtorch.compute_error(nn.functional.linear(x, weight, model[0].bias), y) < 60, "not that of the floats"
     parametrize.remove_parametrizations(model[0], "weight")
     quantize_(model, convert())
     torch.testing.assert_close(model(x), y)

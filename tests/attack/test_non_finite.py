@@ -9,15 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PerGroup, PerTensor, PerToken, QuantSpec, quantize_
-from qtorch.kernels.cpu import compiled_library, variants
-from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Kernel, Problem, kernels
-from qtorch.primitives import prune_2_4
-from qtorch.primitives.scale_rules import FixedRangeRule, PercentileRule
+from qtorch.primitives import FixedRangeRule, PercentileRule, prune_2_4
 from qtorch.recipes.base import RECIPES
 from qtorch.training import calibrate, convert, fully_quantized, lsq, qat, scheduled_qat
 from tests.attack import training_recipes as of_training
@@ -145,11 +141,9 @@ WEIGHTS = {
     "uint4 group": QuantSpec("uint4", PerGroup(64), MappingType.ASYMMETRIC),
 }
 ACTIVATIONS = {
-    "none": None,
-    "symmetric": QuantSpec("int8", PerToken(), quant_min=-127),
-    "asymmetric": QuantSpec("int8", PerToken(), MappingType.ASYMMETRIC),
-    "tensor": QuantSpec("int8", PerTensor()),
-}
+    "none": None, "symmetric": QuantSpec("int8", PerToken(), quant_min=-127),
+    "asymmetric": QuantSpec("int8", PerToken(), MappingType.ASYMMETRIC), "tensor": QuantSpec("int8", PerTensor()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -157,15 +151,13 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_way(build: str, name: str, activation: str) -> None:
     spec = WEIGHTS[name]
-    linear_spec = LinearSpec(
-        spec, ACTIVATIONS[activation], layout=qtorch.PackedLayout() if spec.dtype.bits == 4 else None
-    )
-    weight = AffineQuantizedTensor.from_float(torch.randn(37, 1024), linear_spec)
+    both = LinearSpec(spec, ACTIVATIONS[activation], layout=qtorch.PackedLayout() if spec.dtype.bits == 4 else None)
+    weight = AffineQuantizedTensor.from_float(torch.randn(37, 1024), both)
     for way in ("dot", "tile", "torch", *(("channels",) if ACTIVATIONS[activation] else ("amx", "fixed", "float"))):
         for rows, dtype in ((2, torch.float32), (19, torch.bfloat16)):
             x = (torch.randn(rows, 1024) + 0.3).to(dtype)
-            with compiled_library.use(build), variants.force(way):
-                check_rows(functools.partial(functional.linear, weight=weight.to(dtype)), x, (way, rows, dtype))
+            with qtorch.kernels.cpu.compiled_library.use(build), qtorch.kernels.cpu.variants.force(way):
+                check_rows(functools.partial(nn.functional.linear, weight=weight.to(dtype)), x, (way, rows, dtype))
 
 
 @pytest.mark.parametrize("zero_point", [None, 9])
@@ -177,11 +169,11 @@ def test_a_static_scale(build: str | None, zero_point: int | None) -> None:
     weight = AffineQuantizedTensor.from_float(
         torch.randn(37, 192), LinearSpec(WEIGHTS["int8 row"], activation, static=True), *given
     )
-    with compiled_library.use(build):
+    with qtorch.kernels.cpu.compiled_library.use(build):
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (21, torch.float16)):
             x, typed = (3 * torch.randn(rows, 192)).to(dtype), weight.to(dtype)
-            assert torch.equal(functional.linear(x, typed), reference.linear(x, typed, None))
-            check_rows(functools.partial(functional.linear, weight=typed), x)
+            assert torch.equal(nn.functional.linear(x, typed), qtorch.kernels.linear.reference.linear(x, typed, None))
+            check_rows(functools.partial(nn.functional.linear, weight=typed), x)
     assert torch.equal(weight.act_scale, torch.tensor([[0.02]]))
 
 

@@ -10,7 +10,6 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.nn import functional
 
 import qtorch
-from qtorch import quantize_
 from tests.attack import training_recipes
 from tests.every_recipe import NAMES, make
 from tests.refusals import refuses
@@ -22,7 +21,7 @@ def recipe_of(name: str) -> object:
 
 def model_of(name: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    quantize_(model, recipe_of(name))
+    qtorch.quantize_(model, recipe_of(name))
     return prepared(model)
 
 
@@ -144,7 +143,7 @@ def test_gradient_of_a_weight_that_hides_its_recipe_is_refused(name: str) -> Non
 def test_convolutions(name: str, groups: int) -> None:
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=groups), nn.ReLU())
     try:
-        quantize_(model, {"0": recipe_of(name)})
+        qtorch.quantize_(model, {"0": recipe_of(name)})
     except ValueError as error:
         pytest.skip(str(error))
     x = torch.randn(2, 64, 4, 4)
@@ -162,7 +161,7 @@ def test_convolutions(name: str, groups: int) -> None:
 def test_embeddings(name: str) -> None:
     model = nn.Sequential(nn.Embedding(40, 64))
     try:
-        quantize_(model, {"0": recipe_of(name)})
+        qtorch.quantize_(model, {"0": recipe_of(name)})
     except ValueError as error:
         pytest.skip(str(error))
     ids = torch.randint(0, 40, (3, 6))
@@ -219,7 +218,7 @@ def test_batched_bias_and_its_training() -> None:
 
 def quantized_layer() -> nn.Linear:
     layer = nn.Linear(64, 64)
-    quantize_(layer, qtorch.int8_dynamic_activation_int8_weight())
+    qtorch.quantize_(layer, qtorch.int8_dynamic_activation_int8_weight())
     return layer
 
 

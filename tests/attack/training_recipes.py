@@ -17,9 +17,7 @@ ARGUMENTS: dict[str, tuple] = {
     "scheduled_qat": (int8_dynamic_activation_int4_weight(group_size=32),),
 }
 
-NAMES = sorted(
-    name for name, cls in RECIPES.items() if cls.__module__.startswith("qtorch.training.") and name != "convert"
-)
+NAMES = sorted(name for name, c in RECIPES.items() if c.__module__.startswith("qtorch.training.") and name != "convert")
 NAMES += sorted(name for name, cls in RECIPES.items() if is_of_users(cls) and not issubclass(cls, WeightRecipe))
 
 # Beside the defaults.

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from benchmarks import bench_cpu_model, common, peers, scaling_cost
@@ -22,8 +21,7 @@ from benchmarks.cpu_models import GENERATED, WORKLOADS, perplexity_ratio
 from benchmarks.peers import FLOATING, PEERS, ROW, Peer, Precision
 from benchmarks.scaling_cost import CLUSTERS, MODELS, WIDTHS, Model
 from qtorch import quantize_
-from qtorch.kernels import record_kernels
-from qtorch.kernels.features import cpu_has
+from qtorch.kernels import features, record_kernels
 from qtorch.training import bitnet_training, int8_mixed_precision_training, int8_weight_only_quantized_training
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +116,7 @@ def test_near_the_float_product(peer: Peer, dtype: torch.dtype) -> None:
     parts = (WEIGHT_ERROR[precision.weight, precision.group], INPUT_ERROR[precision.activation], DTYPE_ERROR[dtype])
     expected = sum(part**2 for part in parts) ** 0.5
     # Without VNNI onnxruntime adds up pairs of int8 products in int16, with saturation.
-    most = 2 if "int8, A8" not in peer.name or cpu_has("vnni") else 10
+    most = 2 if "int8, A8" not in peer.name or features.cpu_has("vnni") else 10
     for layer, rows in itertools.product((first, second), (1, 5, 33)):
         x = torch.randn(rows, 256).to(dtype)
         wanted = x.float() @ weight.float().t()
@@ -210,7 +208,7 @@ class TwoRanks:
     (bitnet_training(), torch.bfloat16, WIDTHS[3]),
 ])  # fmt: skip
 def test_widths_are_those_of_the_weights(recipe: Any, dtype: torch.dtype, width: Any) -> None:
-    layer = nn.Linear(64, 96)
+    layer = torch.nn.Linear(64, 96)
     quantize_(layer, recipe)
     weight: Any = layer.weight.detach()
     if hasattr(weight, "master"):

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import quantize_
+from qtorch import compute_error, quantize_
 from qtorch.calibration import compare_models, observed
 from qtorch.dtypes import QuantizedTensor
 from qtorch.kv_cache import KVCacheSpec, quantized_cache
-from qtorch.primitives import compute_error
 from qtorch.training import qat
 from tests.fast_part import slow_but
 from tests.zoo import architectures

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import quantize_
 from qtorch.calibration import Nearest, Transform, calibrated, rotate, smooth
 from qtorch.calibration.data import Data
-from qtorch.calibration.transforms import rules
+from qtorch.calibration.transforms import propagation, rules
 from qtorch.calibration.transforms.folds import Fold, Parameters, find_folds
-from qtorch.calibration.transforms.propagation import ModelGraph
 from qtorch.calibration.transforms.rotate import hadamard, random_orthogonal
 from qtorch.calibration.transforms.work import Work, difference, find_wrong, outputs
 from qtorch.model.report import TransformReport
@@ -27,7 +24,7 @@ KV = transform_models.KV_HEADS * 8
 
 
 def folds_of(model: nn.Module, batch: Any) -> tuple[dict[str, Fold], dict[str, str]]:
-    folds, refusals = find_folds(ModelGraph(model, Data([batch]), batch))
+    folds, refusals = find_folds(propagation.ModelGraph(model, Data([batch]), batch))
     return {fold.name: fold for fold in folds}, {item.name: item.reason for item in refusals}
 
 
@@ -143,7 +140,7 @@ class OneNorm(nn.Module):
             case "an output":
                 return torch.cat([self.first(y), y], -1)
             case "a norm":
-                return self.first(y) + self.second(functional.normalize(y, dim=-1))
+                return self.first(y) + self.second(nn.functional.normalize(y, dim=-1))
             case "in place":
                 total = torch.zeros_like(x)
                 total += y
@@ -195,7 +192,7 @@ class ByExp(RmsNorm):
     """The weight is not a factor: scales cannot go into it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.normalize(x, dim=-1) * self.weight.exp()
+        return nn.functional.normalize(x, dim=-1) * self.weight.exp()
 
 
 def test_a_wrong_fold_is_undone_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +205,9 @@ def test_a_wrong_fold_is_undone_and_reported(monkeypatch: pytest.MonkeyPatch) ->
     recipe = qtorch.int8_dynamic_activation_int8_weight()
     options = {"target": None, "rounding": Nearest(), "transforms": [smooth()]}
     with pytest.raises(ValueError, match=r"1\.weight: the outputs of the model change"):
-        quantize_(model, calibrated(recipe, [x], strict=True, **options))
+        qtorch.quantize_(model, calibrated(recipe, [x], strict=True, **options))
     assert model[1].weight is weight
-    report = quantize_(model, calibrated(recipe, [x], **options))
+    report = qtorch.quantize_(model, calibrated(recipe, [x], **options))
     actions = {item.name: item.action for item in report.transforms}
     assert actions["1.weight"] == "reverted"
     assert actions["0.weight"] in ("scaled", "unchanged")
@@ -322,7 +319,7 @@ def test_rotation_spreads_outliers_of_the_residual_stream() -> None:
     errors = []
     for transforms in ((), (rotate(),), (rotate(), smooth(alphas=(0.5,)))):
         quantized = copy.deepcopy(model)
-        report = quantize_(quantized, calibrated(recipe, data, None, Nearest(), transforms=transforms))
+        report = qtorch.quantize_(quantized, calibrated(recipe, data, None, Nearest(), transforms=transforms))
         assert [item for item in report.transforms if item.action == "reverted"] == []
         with torch.no_grad():
             x = torch.cat(tokens(4, seed=3))
@@ -338,7 +335,7 @@ def test_smooth_divides_by_its_equation() -> None:
         model[0].weight.copy_(torch.logspace(0, 2, 16))
     before, data = copy.deepcopy(model), [torch.randn(32, 16) for _ in range(2)]
     recipe = qtorch.int8_dynamic_activation_int8_weight()
-    report = quantize_(model, calibrated(recipe, data, transforms=[smooth(alphas=(0.25,))]))
+    report = qtorch.quantize_(model, calibrated(recipe, data, transforms=[smooth(alphas=(0.25,))]))
     assert report.transforms[0].action == "scaled"
     x = torch.cat([before[0](batch) for batch in data]).abs().amax(0)
     equation = x**0.25 / before[1].weight.abs().amax(0) ** 0.75

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import quantize_
+from qtorch import AffineQuantizedTensor, quantize_
 from qtorch.calibration import AutoRound, auto, calibrated, gptq, observed
 from qtorch.calibration.rounding import FloatTarget, Gptq, Grid
-from qtorch.dtypes import AffineQuantizedTensor
 from tests.calibration.test_resume import bits
 from tests.refusals import refuses
 
@@ -35,7 +33,7 @@ class Block(nn.Module):
         self.down = nn.Linear(64, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.silu(self.gate(x)) * self.up(x))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
 class Model(nn.Module):
@@ -224,7 +222,7 @@ class Experts(nn.Module):
         return y
 
     def product(self, x: Tensor, expert: int) -> Tensor:
-        return functional.linear(x, self.weight[expert])
+        return nn.functional.linear(x, self.weight[expert])
 
 
 class ByMatmul(Experts):
@@ -237,7 +235,7 @@ class ByGroupedMm(Experts):
         ends = [len(x) // self.used * (expert + 1) for expert in range(self.used)]
         offsets = torch.tensor([*ends, len(x)], dtype=torch.int32)
         sorted_rows = torch.cat([x[expert :: self.used] for expert in range(self.used)])
-        return functional.grouped_mm(sorted_rows, self.weight.transpose(-1, -2), offs=offsets)
+        return nn.functional.grouped_mm(sorted_rows, self.weight.transpose(-1, -2), offs=offsets)
 
 
 @pytest.mark.parametrize("kind", [Experts, ByMatmul, ByGroupedMm])
@@ -268,8 +266,8 @@ def test_experts_have_inputs_of_their_own(kind: Callable[[], Experts]) -> None:
         "take the same data",
     ),
     (lambda: quantize_(Model(1), gptq(INT3, [])), "at least one batch"),
-    (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs .*float32 \(4, 9, 16\); write \["),
-    (lambda: quantize_(Model(1), gptq(INT3, "text")), "a list of inputs of the model, got 'text'"),
+    (lambda: quantize_(Model(1), gptq(INT3, batches()[0])), r"a list of inputs, got .*float32 \(4, 9, 16\); write \["),
+    (lambda: quantize_(Model(1), gptq(INT3, "text")), "a list of inputs, got 'text'"),
     (lambda: quantize_(Model(1), gptq(INT3, [*batches(), torch.ones(1, 0, 16)])), "batch 3 is empty"),
     (
         lambda: quantize_(

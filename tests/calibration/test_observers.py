@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 import qtorch
 import qtorch.calibration
-from qtorch import quantize_
 from qtorch.calibration import Nearest, Transform, auto, awq, calibrated, gptq, observers, smooth
 from qtorch.calibration.data import Data
 from qtorch.calibration.statistics import Histogram
-from qtorch.calibration.transforms.scaling import collect_inputs
-from qtorch.calibration.transforms.work import difference, outputs
+from qtorch.calibration.transforms import scaling, work
 from qtorch.primitives import MappingType, MSERule, PercentileRule, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.jsonable import from_json, to_json
 from tests.calibration.transform_models import PreNorm, of_transformers, tokens
@@ -110,7 +108,7 @@ def test_averages_entropy_and_what_is_refused() -> None:
     # The check computes in fp32, so that rounding does not hide what is wrong, nor a right fold looks wrong.
     model, batch = of_transformers("gemma3")
     model = model.bfloat16()
-    report = quantize_(model, rounded(W8A8, [batch], QUICK, awq(ratios=3)))
+    report = qtorch.quantize_(model, rounded(W8A8, [batch], QUICK, awq(ratios=3)))
     assert {item.action for item in report.transforms} <= {"scaled", "unchanged", "not done"}
     assert sum(item.action == "scaled" for item in report.transforms) >= 3
 
@@ -243,7 +241,7 @@ def error_of_scaling(model: nn.Module, quantized: nn.Module) -> float:
 def test_smoothing_undoes_planted_outliers() -> None:
     model, data = PreNorm().eval(), tokens(4)
     hard = planted(model)
-    assert difference(outputs(model, Data(data), data[0]), outputs(hard, Data(data), data[0])) < 1e-5
+    assert work.difference(work.outputs(model, Data(data), data[0]), work.outputs(hard, Data(data), data[0])) < 1e-5
     errors = {}
     for name, float_model, transforms in (
         ("easy", model, ()),
@@ -251,7 +249,7 @@ def test_smoothing_undoes_planted_outliers() -> None:
         ("smoothed", hard, (smooth(alphas=(0.4, 0.5, 0.6)),)),
     ):
         quantized = copy.deepcopy(float_model)
-        report = quantize_(quantized, rounded(W8A8, data, *transforms))
+        report = qtorch.quantize_(quantized, rounded(W8A8, data, *transforms))
         errors[name] = error_of_scaling(float_model, quantized)
     assert errors["hard"] > 5 * errors["easy"]
     assert 0 < errors["smoothed"] < 1.01 * errors["easy"]
@@ -266,7 +264,7 @@ def test_no_place_gets_worse(transform: Transform, recipe: Any) -> None:
     torch.manual_seed(1)
     model, data = planted(PreNorm(1), 8.0).eval(), tokens(2)
     before = copy.deepcopy(model)
-    report = quantize_(model, {r".*head": None, r".*": rounded(recipe, data, transform)})
+    report = qtorch.quantize_(model, {r".*head": None, r".*": rounded(recipe, data, transform)})
     assert len(report.transforms) == 4
     for item in report.transforms:
         assert 0 < item.error_after <= item.error_before
@@ -281,7 +279,7 @@ def test_awq_goes_before_any_rounding_and_lessens_its_error(calibrate: Callable[
     errors = []
     for transforms in ((), (awq(ratios=5),)):
         quantized = copy.deepcopy(model)
-        quantize_(quantized, replace(calibrate(INT3, data), transforms=transforms))
+        qtorch.quantize_(quantized, replace(calibrate(INT3, data), transforms=transforms))
         errors.append(error_of_scaling(model, quantized))
     assert 0 < errors[1] < least * errors[0]
 
@@ -292,7 +290,7 @@ def test_float_parameters_and_what_is_divided() -> None:
     norm = model.blocks[0].norm1.weight
     norm.note = "mine"  # type: ignore[attr-defined]
     old, before = norm.detach().clone(), copy.deepcopy(model)
-    quantize_(model, rounded(W8A8, data, QUICK))
+    qtorch.quantize_(model, rounded(W8A8, data, QUICK))
     new = model.blocks[0].norm1.weight
     assert new is not norm
     assert torch.equal(norm, old)
@@ -302,7 +300,7 @@ def test_float_parameters_and_what_is_divided() -> None:
     assert 0 < error_of_scaling(before, model) < 0.05
     model, data = planted(PreNorm(1)).eval(), tokens(2)
     before = copy.deepcopy(model)
-    report = quantize_(model, {"blocks.0.attention.k": rounded(W8A8, data, QUICK)})
+    report = qtorch.quantize_(model, {"blocks.0.attention.k": rounded(W8A8, data, QUICK)})
     (item,) = report.transforms
     assert (item.name, item.action) == ("blocks.0.norm1.weight", "scaled")
     assert isinstance(model.blocks[0].attention.q.weight, nn.Parameter)
@@ -310,8 +308,8 @@ def test_float_parameters_and_what_is_divided() -> None:
     assert 0 < error_of_scaling(before, model) < 0.05
     model, data = PreNorm(1), tokens(1)
     with pytest.raises(ValueError, match="all recipes that have any take the same ones"):
-        quantize_(model, {"head": rounded(W8A8, data, smooth()), r".*": rounded(W8A8, data, awq())})
-    report = quantize_(planted(PreNorm(1)), rounded(W8A8, iter(tokens(2)), QUICK))
+        qtorch.quantize_(model, {"head": rounded(W8A8, data, smooth()), r".*": rounded(W8A8, data, awq())})
+    report = qtorch.quantize_(planted(PreNorm(1)), rounded(W8A8, iter(tokens(2)), QUICK))
     assert {layer.calibration.tokens for layer in report.quantized if layer.calibration} == {2 * 4 * 16}
 
 
@@ -325,7 +323,7 @@ def test_the_model_is_whole_again(how: str, monkeypatch: pytest.MonkeyPatch) -> 
     before = dict(model.named_parameters())
     values = {name: parameter.detach().clone() for name, parameter in before.items()}
     if how == "a dry run":
-        report = quantize_(model, rounded(W8A8, data, QUICK), dry_run=True)
+        report = qtorch.quantize_(model, rounded(W8A8, data, QUICK), dry_run=True)
         assert any(item.action == "scaled" for item in report.transforms)
     else:
         seen = []
@@ -336,7 +334,7 @@ def test_the_model_is_whole_again(how: str, monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(type(rounded(W8A8, data)), "make_in_order", failing)
         with pytest.raises(Stop):
-            quantize_(model, rounded(W8A8, data, QUICK))
+            qtorch.quantize_(model, rounded(W8A8, data, QUICK))
         assert seen == [True]  # the transforms were in place
     assert model.training
     for name, parameter in model.named_parameters():
@@ -351,8 +349,8 @@ def test_what_cannot_be_exported_and_inputs_without_padding() -> None:
 
     model, data = Branches(nn.LayerNorm(16), nn.Linear(16, 16)), [torch.randn(4, 16)]
     with pytest.raises(ValueError, match=r"smooth: torch\.export does not take the model"):
-        quantize_(model, rounded(W8A8, data, QUICK, strict=True))
-    report = quantize_(model, rounded(W8A8, data, QUICK))
+        qtorch.quantize_(model, rounded(W8A8, data, QUICK, strict=True))
+    report = qtorch.quantize_(model, rounded(W8A8, data, QUICK))
     (item,) = report.transforms
     assert (item.name, item.action) == ("", "not done")
     assert "torch.export does not take the model" in item.detail
@@ -365,7 +363,7 @@ def test_what_cannot_be_exported_and_inputs_without_padding() -> None:
     model, x = Masked(4, 3), torch.randn(2, 6, 4)
     mask = torch.arange(6) < torch.tensor([[6], [4]])
     batches = [{"x": x.masked_fill(~mask.unsqueeze(-1), 1e6), "attention_mask": mask.long()}]
-    (found,) = collect_inputs(model, Data(batches), batches, [model.weight], tokens=8).values()
+    (found,) = scaling.collect_inputs(model, Data(batches), batches, [model.weight], tokens=8).values()
     rows = x[mask]
     assert found.count == 10
     assert torch.equal(found.largest, rows.abs().amax(0))
@@ -381,7 +379,7 @@ def test_models_of_transformers(name: str) -> None:
     recipe = rounded(W8A8, [batch], smooth(alphas=(0.3, 0.7)), awq(ratios=4))
     experts = {r".*\.experts\.(gate_up_proj|down_proj)": recipe} if "moe" in name else {}
     matrices = {r".*\.(c_attn|c_proj|c_fc)\.weight": recipe} if name == "gpt2" else {}
-    report = quantize_(model, {**experts, **matrices, r".*": recipe})
+    report = qtorch.quantize_(model, {**experts, **matrices, r".*": recipe})
     actions = {item.action for item in report.transforms}
     assert "scaled" in actions
     assert "reverted" not in actions

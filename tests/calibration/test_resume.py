@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qtorch
-from qtorch import quantize_
 from qtorch.calibration import Nearest, auto, calibrated, gptq
 from qtorch.calibration.engine import progress as progress_of
 from qtorch.checkpoint import save_load
@@ -92,9 +91,9 @@ def test_an_interrupted_calibration_gives_the_same_bits(make: Any, tmp_path: Pat
     recipe = make(INT3, data, forward=counted)
     dies_at = -1
     plain, whole = made(), made()
-    quantize_(plain, recipe)
+    qtorch.quantize_(plain, recipe)
     calls = 0
-    quantize_(whole, recipe, resume=tmp_path / "whole")
+    qtorch.quantize_(whole, recipe, resume=tmp_path / "whole")
     assert_same(bits(whole), bits(plain))
     total, chance, died = calls, random.Random(0), 0
     for attempt in range(2 if make is auto else 4):
@@ -103,7 +102,7 @@ def test_an_interrupted_calibration_gives_the_same_bits(make: Any, tmp_path: Pat
             before = bits(model)
             calls, dies_at = 0, chance.randrange(1, 1 + total // 2)
             try:
-                report = quantize_(model, recipe, resume=tmp_path / f"{attempt}")
+                report = qtorch.quantize_(model, recipe, resume=tmp_path / f"{attempt}")
             except Dies:
                 died += 1
                 assert_same(bits(model), before)
@@ -115,7 +114,7 @@ def test_an_interrupted_calibration_gives_the_same_bits(make: Any, tmp_path: Pat
     # What is finished is not calibrated again: one run finds the order of the weights, and one for each block what it
     # depends on.
     calls, dies_at, model = 0, -1, made()
-    quantize_(model, recipe, resume=tmp_path / "0")
+    qtorch.quantize_(model, recipe, resume=tmp_path / "0")
     assert calls <= 1 + 2 * 3
     assert_same(bits(model), bits(plain))
     assert {path.name for path in (tmp_path / "0").iterdir()} == {
@@ -130,7 +129,7 @@ def test_it_may_die_at_any_file_operation(step: int, tmp_path: Path, monkeypatch
     """Before and after each journal, each file of weights and each file of outputs."""
     recipe = calibrated(INT3, batches(1), rounding=Nearest())
     plain = made()
-    quantize_(plain, recipe)
+    qtorch.quantize_(plain, recipe)
     count, dies_at = 0, -1
 
     def watched(function: Any) -> Any:
@@ -151,21 +150,21 @@ def test_it_may_die_at_any_file_operation(step: int, tmp_path: Path, monkeypatch
     monkeypatch.setattr(save_load, "save_quantized", watched(save_load.save_quantized))
     monkeypatch.setattr(progress_of.OnDisk, "write", watched(progress_of.OnDisk.write))
     monkeypatch.setattr(progress_of.OnDisk, "drop", watched(progress_of.OnDisk.drop))
-    quantize_(made(), recipe, resume=tmp_path / "whole")
+    qtorch.quantize_(made(), recipe, resume=tmp_path / "whole")
     total = count
     assert total > 40
     for dies_at in range(1, total + 1, step):
         count, model = 0, made()
         with pytest.raises(Dies):
-            quantize_(model, recipe, resume=tmp_path / f"{dies_at}")
+            qtorch.quantize_(model, recipe, resume=tmp_path / f"{dies_at}")
         count = total
-        quantize_(model, recipe, resume=tmp_path / f"{dies_at}")
+        qtorch.quantize_(model, recipe, resume=tmp_path / f"{dies_at}")
         assert_same(bits(model), bits(plain))
 
 
 def test_what_is_kept_and_refused(tmp_path: Path) -> None:
     folder, data = tmp_path / "kept", batches()
-    quantize_(made(), gptq(INT3, data), resume=folder)
+    qtorch.quantize_(made(), gptq(INT3, data), resume=folder)
     for model, recipe, part in (
         (made(1), gptq(INT3, data), "weights"),
         (made(), gptq(INT3, batches(seed=1)), "data"),
@@ -175,20 +174,20 @@ def test_what_is_kept_and_refused(tmp_path: Path) -> None:
     ):
         before = bits(model)
         with pytest.raises(ValueError, match=f"differs in its {part};"):
-            quantize_(model, recipe, resume=folder)
+            qtorch.quantize_(model, recipe, resume=folder)
         assert_same(bits(model), before)
-    quantize_(made(), gptq(INT3, copy.deepcopy(data)), resume=folder)
+    qtorch.quantize_(made(), gptq(INT3, copy.deepcopy(data)), resume=folder)
     data = batches()
     with pytest.raises(ValueError, match="resume= is for recipes that calibrate"):
-        quantize_(made(), INT3, resume=tmp_path / "new")
+        qtorch.quantize_(made(), INT3, resume=tmp_path / "new")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
-        quantize_(made(), gptq(INT3, data), resume=tmp_path / "nowhere" / "kept")
+        qtorch.quantize_(made(), gptq(INT3, data), resume=tmp_path / "nowhere" / "kept")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "thesis.txt").write_text("")
     with pytest.raises(ValueError, match=r"holds other files \(thesis.txt\)"):
-        quantize_(made(), gptq(INT3, data), resume=tmp_path / "others")
+        qtorch.quantize_(made(), gptq(INT3, data), resume=tmp_path / "others")
     with pytest.raises(ValueError, match="a batch holds a object"):
-        quantize_(made(), gptq(INT3, [object()], forward=lambda m, _: m(data[0])), resume=tmp_path / "new")
+        qtorch.quantize_(made(), gptq(INT3, [object()], forward=lambda m, _: m(data[0])), resume=tmp_path / "new")
 
     class Odd(Block):
         def forward(self, x: Tensor, scale: float) -> Any:
@@ -197,4 +196,4 @@ def test_what_is_kept_and_refused(tmp_path: Path) -> None:
     model = made()
     model.blocks = nn.ModuleList(Odd() for _ in range(2))
     with pytest.raises(ValueError, match="a block returns a object, which cannot be kept on disk"):
-        quantize_(model, gptq(INT3, data), resume=tmp_path / "new")
+        qtorch.quantize_(model, gptq(INT3, data), resume=tmp_path / "new")

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import quantize_
+from qtorch import MappingType, PerGroup, PerTensor, QuantSpec, ZeroPointDomain, quantize_
 from qtorch.calibration import auto, awq, calibrated, clip, entropy, moving_average, mse, percentile, rotate, smooth
 from qtorch.calibration.rounding import AutoRound, Descent, FloatTarget, Gptq, Grid, Learnable, Nearest, ScaleSearch
 from qtorch.calibration.rounding.auto_round import LearnedGrid
 from qtorch.calibration.rounding.grid import Columns, damped, loss
 from qtorch.calibration.rounding.scale_search import ScaleRefit, four_over_six
 from qtorch.dtypes import AffineQuantizedTensor, QuantizedTensor
-from qtorch.primitives import MappingType, PerGroup, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives.scale_rules import elements_last
 from tests.calibration.test_in_order import Model, batches
 

@@ -10,16 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import quantize_
 from qtorch.calibration import auto, gptq
 from qtorch.calibration.data import Data
-from qtorch.calibration.engine import InOrder
-from qtorch.calibration.engine.in_order import paired
-from qtorch.calibration.engine.streams import replaced_forwards
+from qtorch.calibration.engine import InOrder, in_order, streams
 from qtorch.calibration.statistics import BLENDED, Moments
-from qtorch.model.targets import find_targets
-from tests.calibration.test_in_order import expected_warning
-from tests.calibration.test_resume import assert_same, bits
+from tests.calibration import test_in_order, test_resume
 from tests.fast_part import slow_but
 from tests.zoo import architectures
 
@@ -52,7 +47,7 @@ def inputs_of_experts(model: nn.Module, block: int, batch: Any) -> tuple[Any, Te
 
 def moments(model: nn.Module, data: Any, recipe: Any) -> dict[str, dict[int, Moments]]:
     """The statistics of all experts, collected while weights stay in floating point but for those of attention."""
-    targets = [target for target in find_targets(model, recipe, None) if target.recipe is not None]
+    targets = [target for target in qtorch.model.targets.find_targets(model, recipe, None) if target.recipe is not None]
     found: dict[str, dict[int, Moments]] = {}
     with InOrder[Any](model, targets, Data(data)) as run:
         for target, statistics in run:
@@ -73,7 +68,7 @@ def test_statistics_are_those_of_the_equations(name: str, all_experts: bool) -> 
     found = moments(model, data, auto(INT3, data, all_experts=all_experts))
     of_first = next(of for key, of in found.items() if ".layers.0." in key and "gate_up" in key)
     quantized = copy.deepcopy(model)
-    quantize_(quantized, {r".*\.layers\.0\.self_attn\..*": INT3})
+    qtorch.quantize_(quantized, {r".*\.layers\.0\.self_attn\..*": INT3})
     rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
     every, differ = [], False
     for batch in data:
@@ -110,7 +105,7 @@ def test_every_expert_is_calibrated_and_the_report_says_what_was_short(name: str
     rows = {}
     for all_experts in (False, True):
         quantized = copy.deepcopy(model)
-        report = quantize_(quantized, gptq(INT3, few, all_experts=all_experts))
+        report = qtorch.quantize_(quantized, gptq(INT3, few, all_experts=all_experts))
         rows[all_experts] = next(row.calibration for row in report.quantized if "experts.down_proj" in row.name)
     plain, blended = rows[False], rows[True]
     assert plain is not None
@@ -131,8 +126,8 @@ def test_auto_on_a_mixture_is_no_worse_than_nearest(all_experts: bool) -> None:
     errors = []
     for recipe in (INT3, auto(INT3, data, all_experts=all_experts)):
         quantized = copy.deepcopy(model)
-        with expected_warning("fewer tokens than they have inputs", recipe is not INT3):
-            quantize_(quantized, recipe)
+        with test_in_order.expected_warning("fewer tokens than they have inputs", recipe is not INT3):
+            qtorch.quantize_(quantized, recipe)
         with torch.no_grad():
             errors.append(sum(float((quantized(**b).logits - y).square().sum()) for b, y in zip(data, wanted)))
     assert 0 < errors[1] < errors[0]
@@ -148,26 +143,26 @@ def test_forwards_of_modules_and_unknown_experts() -> None:
         ([a], [near[:4]], [a]),
         ([a], [], [a]),
     ]:
-        assert all(x is y for (_, x), y in zip(paired(parts, of_float), wanted, strict=True))
+        assert all(x is y for (_, x), y in zip(in_order.paired(parts, of_float), wanted, strict=True))
     module = nn.Linear(2, 2)
     own = module.forward
     vars(module)["forward"] = own
-    with replaced_forwards({module: lambda x: x}):
+    with streams.replaced_forwards({module: lambda x: x}):
         assert module(3) == 3
     assert vars(module)["forward"] is own
     model = Transposed()
     weight = model.weight.detach().clone()
     data = [torch.randn(20, 32)]
     with pytest.raises(ValueError, match="products sum over another axis"):
-        quantize_(model, {"weight": gptq(INT4, data, strict=True)})
-    report = quantize_(model, {"weight": auto(INT4, data)})
+        qtorch.quantize_(model, {"weight": gptq(INT4, data, strict=True)})
+    report = qtorch.quantize_(model, {"weight": auto(INT4, data)})
     (row,) = report.quantized
     assert "products sum over another axis" in row.calibration.method
     assert torch.equal(model.weight.dequantize(), INT4.apply(weight).dequantize())
     model = Transposed()
     x = torch.randn(200, 32)
     wanted = model(x).detach()
-    report = quantize_(model, auto(INT4, [x]), targets=qtorch.find_uses(model, x))
+    report = qtorch.quantize_(model, auto(INT4, [x]), targets=qtorch.find_uses(model, x))
     (row,) = report.quantized
     assert row.calibration.tokens == 200
     assert 0 < row.calibration.error < row.calibration.nearest_error
@@ -196,7 +191,7 @@ def built_of_zoo(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
 
 def recipes(name: str, model: nn.Module, recipe: Any) -> dict[str, Any]:
     """Ask for every weight but those that no product has."""
-    targets = find_targets(model, recipe, None)
+    targets = qtorch.model.targets.find_targets(model, recipe, None)
     slots = [target.slot for target in targets if not any(_is_left(name, slot.name) for slot in target.slots)]
     return {slot.name: recipe for slot in slots}
 
@@ -212,7 +207,7 @@ def test_every_weight_is_calibrated_or_its_row_says_why(name: str) -> None:
     with torch.no_grad():
         wanted = model(**data[0]).logits
     asked = recipes(name, model, auto(INT4, data))
-    report = quantize_(model, asked)
+    report = qtorch.quantize_(model, asked)
     assert len(report.quantized) == len(asked)
     for row in report.skipped:
         assert _is_left(name, row.name), row.name
@@ -231,7 +226,7 @@ def test_every_weight_is_calibrated_or_its_row_says_why(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_weights_of_a_model_are_calibrated_without_their_names(name: str) -> None:
     model, data = built_of_zoo(name)
-    report = quantize_(model, gptq(INT4, data, strict=True))
+    report = qtorch.quantize_(model, gptq(INT4, data, strict=True))
     assert all(row.calibration and row.calibration.tokens for row in report.quantized)
 
 
@@ -242,7 +237,7 @@ def test_outputs_of_its_blocks_are_kept_on_disk(name: str, tmp_path: Path) -> No
     model, data = built_of_zoo(name)
     other, _ = built_of_zoo(name)
     recipe = gptq(INT4, data)
-    quantize_(model, recipes(name, model, recipe))
+    qtorch.quantize_(model, recipes(name, model, recipe))
     asked = recipes(name, other, recipe)
     calls = 0
 
@@ -255,10 +250,10 @@ def test_outputs_of_its_blocks_are_kept_on_disk(name: str, tmp_path: Path) -> No
 
     dies = {key: gptq(INT4, data, forward=dying) for key in asked}
     with pytest.raises(ZeroDivisionError):
-        quantize_(other, dies, resume=tmp_path / "kept")
+        qtorch.quantize_(other, dies, resume=tmp_path / "kept")
     assert list((tmp_path / "kept").glob("unit-*"))
-    quantize_(other, dies, resume=tmp_path / "kept")
-    assert_same(bits(other), bits(model))
+    qtorch.quantize_(other, dies, resume=tmp_path / "kept")
+    test_resume.assert_same(test_resume.bits(other), test_resume.bits(model))
 
 
 class Transposed(nn.Module):

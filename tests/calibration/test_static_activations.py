@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch.calibration import FloatTarget, Nearest, auto, calibrated, gptq, min_max, moving_average, mse, observed
@@ -51,8 +50,8 @@ class PreNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
-        x = x + self.o(functional.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h)))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(self.q(h), self.k(h), self.v(h)))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
 def transformer() -> nn.Sequential:
@@ -82,9 +81,7 @@ def test_three_lines_are_what_one_does_by_hand(recipe: WeightRecipe) -> None:
     stages[1:4] = [part for i, stage in enumerate(stages[1:4]) for part in (stage, [f"blocks.{i}.down"])]
     for names in stages:
         seen: list[Tensor] = []
-        hook = by_hand.get_submodule(names[0]).register_forward_pre_hook(
-            lambda _, args, seen=seen: seen.append(args[0])
-        )
+        hook = by_hand.get_submodule(names[0]).register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0]))
         with torch.no_grad():
             for x in data:
                 by_hand(x)

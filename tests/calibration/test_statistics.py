@@ -5,14 +5,11 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import int4_weight_only, lut_weight_only, nf4_weight_only, quantize_
 from qtorch.calibration import importance_weighted
 from qtorch.calibration.data import Data, collect, run_batches
 from qtorch.calibration.statistics import BatchRanges, Histogram, MeanSquare, Range, SecondMoment, Statistic
-from qtorch.dtypes import LUTQuantizedTensor
 from qtorch.kernels.conv import to_matrix
 from tests.refusals import refuses
 from tests.rounding import gamma
@@ -101,13 +98,13 @@ def test_histograms_and_weighted_tables() -> None:
     assert histogram.low <= values[0] <= values[-1] <= histogram.high
     quantized, batches = model(), [inputs(3, 5), inputs(4, 11)]
     weight = quantized[0].weight.detach().clone()
-    report = quantize_(quantized, importance_weighted(lut_weight_only(3), batches))
+    report = qtorch.quantize_(quantized, importance_weighted(qtorch.lut_weight_only(3), batches))
     importance = torch.cat(batches).square().mean(0).expand_as(weight)
-    wanted = LUTQuantizedTensor.from_float(weight, lut_weight_only(3).linear_spec(), importance)
+    wanted = qtorch.LUTQuantizedTensor.from_float(weight, qtorch.lut_weight_only(3).linear_spec(), importance)
     torch.testing.assert_close(quantized[0].weight.dequantize(), wanted.dequantize(), rtol=1e-3, atol=1e-3)
     assert str(report.layers[0].detail) == "importance_weighted(recipe=lut_weight_only(bits=3))"
     quantized = nn.Sequential(nn.Conv2d(4, 8, 3))
-    quantize_(quantized, {"0": importance_weighted(lut_weight_only(4), [torch.randn(2, 4, 6, 6)])})
+    qtorch.quantize_(quantized, {"0": importance_weighted(qtorch.lut_weight_only(4), [torch.randn(2, 4, 6, 6)])})
     assert qtorch.explain(quantized[0].weight).kernel
 
 
@@ -133,7 +130,7 @@ class Looped(nn.Module):
         self.other.weight = self.layer.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(self.other(self.layer(x)), self.layer.weight)
+        return nn.functional.linear(self.other(self.layer(x)), self.layer.weight)
 
 
 @torch.no_grad()
@@ -214,9 +211,9 @@ def model() -> nn.Sequential:
 def test_outputs_are_nearer_than_without_data(bits: int) -> None:
     x, floats = inputs(1), model()
     errors = []
-    for recipe in (lut_weight_only(bits), importance_weighted(lut_weight_only(bits), [inputs(2)])):
+    for recipe in (qtorch.lut_weight_only(bits), importance_weighted(qtorch.lut_weight_only(bits), [inputs(2)])):
         quantized = model()
-        quantize_(quantized[0], recipe)
+        qtorch.quantize_(quantized[0], recipe)
         with torch.no_grad():
             wanted, got = floats[0](x), quantized[0](x)
         errors.append(float((got - wanted).norm() / wanted.norm()))
@@ -233,15 +230,15 @@ def test_one_pass_and_errors() -> None:
             yield (inputs(seed),)
 
     quantized = model()
-    quantize_(quantized, importance_weighted(lut_weight_only(2), batches()))
+    qtorch.quantize_(quantized, importance_weighted(qtorch.lut_weight_only(2), batches()))
     assert reads == [0, 1, 2]
-    assert all(isinstance(layer.weight, LUTQuantizedTensor) for layer in (quantized[0], quantized[2]))
-    for recipe in (int4_weight_only(), nf4_weight_only()):
+    assert all(isinstance(layer.weight, qtorch.LUTQuantizedTensor) for layer in (quantized[0], quantized[2]))
+    for recipe in (qtorch.int4_weight_only(), qtorch.nf4_weight_only()):
         with pytest.raises(ValueError, match="importance_weighted takes a recipe whose tables are fitted by k-means"):
             importance_weighted(recipe, [])
     floats = model()
-    refuses("at least one batch", lambda: quantize_(floats, importance_weighted(lut_weight_only(3), [])))
+    refuses("at least one batch", lambda: qtorch.quantize_(floats, importance_weighted(qtorch.lut_weight_only(3), [])))
     with pytest.raises(RuntimeError):
-        quantize_(floats, importance_weighted(lut_weight_only(3), [torch.randn(2, 63)]))
+        qtorch.quantize_(floats, importance_weighted(qtorch.lut_weight_only(3), [torch.randn(2, 63)]))
     assert type(floats[0].weight) is nn.Parameter
     assert floats.training

@@ -4,18 +4,16 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch
 from qtorch.calibration import auto, calibrated, gptq
 from qtorch.calibration.rounding import Descent, Gptq, Grid, Nearest, ScaleRefit
 from qtorch.calibration.rounding.gptq import order_of_vectors
 from qtorch.calibration.rounding.grid import damped, factor, loss
-from qtorch.primitives import PerGroup, PerRow
 from qtorch.primitives.vector_spec import ENTRIES, VectorSpec, codebook_arguments, pack_vectors
 
 
-def spec(granularity=PerRow()):
+def spec(granularity=qtorch.primitives.PerRow()):
     return VectorSpec(granularity=granularity, scale_dtype=torch.bfloat16, **codebook_arguments())
 
 
@@ -25,7 +23,7 @@ def inputs(columns, rows=512):
     return torch.randn(rows, columns) @ mix.t() + 0.1 * torch.randn(rows, columns)
 
 
-def problem(rows=24, columns=64, granularity=PerRow()):
+def problem(rows=24, columns=64, granularity=qtorch.primitives.PerRow()):
     weight, x = torch.randn(rows, columns), inputs(columns)
     moment = x.t() @ x / len(x)
     return weight, moment, Grid.of(weight, spec(granularity), torch.float32)
@@ -35,7 +33,7 @@ def total(weight, moment, grid, damping=0.01):
     return float(loss(weight - grid.values(), damped(moment, damping)).sum())
 
 
-@pytest.mark.parametrize("granularity", [PerRow(), PerGroup(16)], ids=str)
+@pytest.mark.parametrize("granularity", [qtorch.primitives.PerRow(), qtorch.primitives.PerGroup(16)], ids=str)
 @pytest.mark.parametrize("act_order", [True, False])
 def test_each_step_is_no_worse(act_order, granularity):
     weight, moment, grid = problem(granularity=granularity)
@@ -105,7 +103,7 @@ def test_two_bits_of_vectors_lose_less_than_three_of_integers():
     weight = torch.randn(64, 128)
 
     def error(recipe) -> float:
-        model = nn.Sequential(nn.Linear(128, 64, bias=False))
+        model = torch.nn.Sequential(torch.nn.Linear(128, 64, bias=False))
         model[0].weight.data = weight.clone()
         wanted = model(fresh)
         qtorch.quantize_(model, recipe)

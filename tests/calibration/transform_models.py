@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, VOCABULARY = 32, 4, 2, 8, 64, 40
 
@@ -39,7 +38,7 @@ class Attention(nn.Module):
             k, v = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (k, v))
             y = torch.softmax(q @ k.transpose(-1, -2) / HEAD**0.5, -1) @ v
         else:
-            y = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         y = y.transpose(1, 2).flatten(2)
         return self.o(y if gate is None else y * torch.sigmoid(gate))
 
@@ -58,7 +57,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1) if self.fused else (self.gate(x), self.up(x))
-        return self.down(functional.silu(gate) * up)
+        return self.down(nn.functional.silu(gate) * up)
 
 
 class Block(nn.Module):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import qtorch
-from qtorch.dtypes import QuantizedTensor
 from tests.cli.tiny import WORDS, Command
 from tests.float_checkpoints import decoder, save_shards
 
@@ -52,7 +51,7 @@ def test_quantize_files_and_tables(llama: Path, tmp_path: Path, command: Command
     assert data["dry_run"] is False
     assert data["model_bytes_after"] < data["model_bytes_before"]
     model = qtorch.load_quantized(decoder(), tmp_path / "q.safetensors")
-    assert isinstance(model.layers[0].q_proj.weight, QuantizedTensor)
+    assert isinstance(model.layers[0].q_proj.weight, qtorch.dtypes.QuantizedTensor)
     recipes = {
         "lm_head": None,
         r".*\.q_proj": {"recipe": "int4_weight_only", "group_size": 32},
@@ -85,7 +84,7 @@ def test_quantize_calibrated(method: str, llama: Path, tmp_path: Path, command: 
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "q")
     for name, parameter in loaded.named_parameters():
         theirs = wanted.get_parameter(name)
-        if isinstance(parameter, QuantizedTensor):
+        if isinstance(parameter, qtorch.dtypes.QuantizedTensor):
             assert torch.equal(parameter.dequantize(), theirs.dequantize())
     ids = torch.arange(3, 40)[None]
     assert torch.equal(loaded(ids).logits, wanted(ids).logits)

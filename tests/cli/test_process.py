@@ -13,10 +13,8 @@ from safetensors.torch import save_file
 import qtorch
 from qtorch.cli.arguments import UsageError, size
 from qtorch.cli.recipes import read_config, read_recipe
-from qtorch.primitives import HQQRule, MSERule
-from qtorch.primitives.jsonable import to_json
-from tests.fast_part import slow_but
-from tests.float_checkpoints import decoder
+from qtorch.primitives import HQQRule, MSERule, to_json
+from tests import fast_part, float_checkpoints
 from tests.refusals import refuses
 
 ROOT = Path(__file__).parents[2]
@@ -58,9 +56,9 @@ def test_help_and_wrong_use_do_not_import_torch(arguments: list[str], program: l
     assert done.stdout.startswith("usage: qtorch") == ("--help" in arguments)
 
 
-@pytest.mark.parametrize("program", slow_but(["entry point"], ["module", "entry point"]), indirect=True)
+@pytest.mark.parametrize("program", fast_part.slow_but(["entry point"], ["module", "entry point"]), indirect=True)
 def test_run(program: list[str], tmp_path: Path) -> None:
-    save_file(decoder().state_dict(), tmp_path / "float.safetensors")
+    save_file(float_checkpoints.decoder().state_dict(), tmp_path / "float.safetensors")
     done = run(
         program, "quantize", tmp_path / "float.safetensors", tmp_path / "q.safetensors", "--recipe", "int8_weight_only"
     )

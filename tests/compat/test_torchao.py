@@ -150,9 +150,7 @@ class Int4PackingFormat(str, enum.Enum):
 
 def of_torchao(name: str, **fields: Any) -> Any:
     """A dataclass with these fields and defaults, as if torchao had defined it."""
-    made = dataclasses.make_dataclass(
-        name, [(key, Any, dataclasses.field(default=value)) for key, value in fields.items()]
-    )
+    made = dataclasses.make_dataclass(name, [(k, Any, dataclasses.field(default=value)) for k, value in fields.items()])
     made.__module__ = "torchao.quantization.quant_api"
     return made
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -18,7 +17,7 @@ from tests.distributed.processes import worker
 def main(step: str, folder: str) -> None:
     """What is loaded is what was saved; in the step "crash" rank 1 dies after the data of some tensors."""
     torch.manual_seed(1 if step == "save" else 2)
-    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32))
     quantize_(model, int8_weight_only())
     state = get_model_state_dict(fully_shard(model))
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))

@@ -20,8 +20,7 @@ from qtorch.training import MasterWeight, convert
 from tests import every_recipe
 from tests.attack import training_recipes
 from tests.distributed.processes import worker
-from tests.movement.across import sharded_like_whole
-from tests.movement.kinds import BY_NAME
+from tests.movement import across, kinds
 from tests.training.small_model import muon
 
 
@@ -119,10 +118,8 @@ def check_gradients() -> None:
         parts = [part.clone().requires_grad_() for part in x]
         (sum(whole(part).square().mean() for part in parts) / 2).backward()
         torch.testing.assert_close(mine.grad, 2 * parts[rank].grad, rtol=1e-6, atol=0)
-        for index in (0, 2):
-            torch.testing.assert_close(
-                model[index].bias.grad.full_tensor(), whole[index].bias.grad, rtol=1e-5, atol=1e-8
-            )
+        for i in (0, 2):
+            torch.testing.assert_close(model[i].bias.grad.full_tensor(), whole[i].bias.grad, rtol=1e-5, atol=1e-8)
 
 
 def check_recipes_of_training() -> None:
@@ -257,9 +254,9 @@ def main() -> None:
         return
     # Two replicas of two shards.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    for kind in map(BY_NAME.__getitem__, OF_A_MESH):
+    for kind in map(kinds.BY_NAME.__getitem__, OF_A_MESH):
         for rows in kind.rows:
-            sharded_like_whole(kind, rows, mesh)
+            across.sharded_like_whole(kind, rows, mesh)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qtorch import quantize_
@@ -19,7 +18,7 @@ from tests.training.small_model import make_model, parameters_of, train
 STEPS, BLOCKS, BYTES = 16, 67, 260
 
 
-def hooked(model: nn.Module, **options: Any) -> tuple[Any, Int8GradientState]:
+def hooked(model: torch.nn.Module, **options: Any) -> tuple[Any, Int8GradientState]:
     """A replica, whose one bucket DDP divides into several after a step, and the state of its hook."""
     replica = DistributedDataParallel(model, bucket_cap_mb=0.02)
     state = Int8GradientState(model.parameters(), **options)
@@ -27,15 +26,15 @@ def hooked(model: nn.Module, **options: Any) -> tuple[Any, Int8GradientState]:
     return replica, state
 
 
-def gradients(model: nn.Module, x: Tensor) -> Tensor:
+def gradients(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Those of all parameters, each padded to blocks of 256."""
     model.zero_grad()
     model(x).square().mean().backward()
     flat = [parameter.grad.flatten().float() for parameter in model.parameters()]
-    return torch.cat([nn.functional.pad(gradient, (0, -len(gradient) % 256)) for gradient in flat])
+    return torch.cat([torch.nn.functional.pad(gradient, (0, -len(gradient) % 256)) for gradient in flat])
 
 
-def of_both(tensor: Tensor) -> Tensor:
+def of_both(tensor: torch.Tensor) -> torch.Tensor:
     parts = tensor.new_empty(2 * len(tensor), *tensor.shape[1:])
     dist.all_gather_into_tensor(parts, tensor)
     return parts.unflatten(0, (2, -1))
@@ -82,7 +81,7 @@ def check_bytes_and_lost_values() -> None:
 
 
 def check_that_a_run_goes_on() -> None:
-    def run(steps: range, saved: Any = None) -> tuple[list[Tensor], Any]:
+    def run(steps: range, saved: Any = None) -> tuple[list[torch.Tensor], Any]:
         model = make_model()
         replica, state = hooked(model)
         parts = (model, torch.optim.AdamW(model.parameters(), 1e-2), state)

@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 import qtorch
 from qtorch import PerBlock, PerTensor, int4_weight_only, int8_dynamic_activation_int8_weight, quantize_, training
 from qtorch.integrations.tensor_parallel import ColwiseParallel, RowwiseParallel
-from qtorch.kernels import record_kernels
 from qtorch.primitives import PercentileRule, qdtype
 from qtorch.recipes.sparse import BlockSparse
 from qtorch.training import GemmSpec, TrainingSpec, int8_mixed_precision_training, mixed_precision_training, qat
@@ -310,7 +309,7 @@ def check_scales_of_whole_rows(mesh: Any) -> None:
         for model, style in zip(models, styles, strict=False):
             parallelize_module(model, mesh, {"0": parallel.ColwiseParallel(), "2": style})
         hidden = models[0][1](models[0][0](x))
-        with record_kernels() as ran:
+        with qtorch.kernels.record_kernels() as ran:
             y = models[0][2](hidden)
         assert any(kernel in name for name in ran), ran
         assert y.shape == expected.shape

@@ -15,20 +15,17 @@ from torch.distributed.tensor import DTensor
 
 import qtorch
 from qtorch import compute_error, int8_dynamic_activation_int4_weight, quantize_, training
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
-from qtorch.recipes.base import Recipe
 from qtorch.training import CodesWeight, calibrate, convert, lsq, qat
 from tests.distributed.processes import worker
 
 W8A8 = qtorch.int8_static_activation_int8_weight(0.03)
-LEARNED: dict[str, Recipe] = {
+LEARNED: dict[str, qtorch.recipes.base.Recipe] = {
     "lsq": lsq(4, 4),
     "lsq_plus": lsq(2, 4, activation_offset=True),
     "first_batch": lsq(4, 4),
     "observed": qat(W8A8, start_step=1, freeze_step=5, observer="moving_average"),
 }
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, qtorch.recipes.base.Recipe] = {
     **LEARNED,
     "int8_mixed_precision": training.int8_mixed_precision_training(),
     "int8_weights": training.int8_weight_only_quantized_training(),
@@ -46,7 +43,7 @@ PRODUCTS = {
 }
 
 
-def prepared(recipe: Recipe) -> nn.Sequential:
+def prepared(recipe: qtorch.recipes.base.Recipe) -> nn.Sequential:
     """Shards of the last layer are uneven."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 33))
@@ -100,7 +97,7 @@ def train_both(kind: str, name: str) -> None:
     losses: list[tuple[float, float]] = []
     torch.manual_seed(rank)  # the noise of rounding does not come from the default generator
     for step, x in enumerate(batches):
-        with record_kernels() as ran, counted_reduces() as reduces:
+        with qtorch.kernels.record_kernels() as ran, counted_reduces() as reduces:
             y = trained(x[rank])
             loss = y.square().mean()
             loss.backward()
@@ -194,7 +191,7 @@ def check_that_a_run_goes_on() -> None:
 def main(kind: str) -> None:
     for name in RECIPES:
         # The products of kernels made of torch operators are counted.
-        with compiled_library.use(None) if name in PRODUCTS else contextlib.nullcontext():
+        with qtorch.kernels.cpu.compiled_library.use(None) if name in PRODUCTS else contextlib.nullcontext():
             train_both(kind, name)
     check_that_a_run_goes_on()
 

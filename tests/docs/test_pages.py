@@ -21,9 +21,6 @@ import qtorch.calibration
 import qtorch.primitives
 import qtorch.training
 from benchmarks.bench_cpu_linear import markdown
-from qtorch.cli import main
-from qtorch.kernels import registry
-from qtorch.recipes.base import RECIPES
 from tests.docs.pages import DOCS, PAGES, README, ROOT, anchors, blocks, links, name
 from tests.fast_part import slow_but
 
@@ -77,7 +74,7 @@ def test_pages_images_and_skips() -> None:
 PACKAGES = ("qtorch.recipes.", "qtorch.calibration.", "qtorch.training.")
 NEED_OTHERS = {"qtorch.integrations.lightning", "qtorch.integrations.torchtitan"}
 """Modules of packages that are not installed for the tests."""
-OWN = [name for name, recipe in RECIPES.items() if recipe.__module__.startswith(PACKAGES)]
+OWN = [name for name, recipe in qtorch.recipes.base.RECIPES.items() if recipe.__module__.startswith(PACKAGES)]
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -91,7 +88,7 @@ def test_kernels_and_features() -> None:
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, flags=re.M)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert len(named) > 20
-    assert named - {kernel.name for kernel in registry._kernels} == set()
+    assert named - {kernel.name for kernel in qtorch.kernels.registry._kernels} == set()
     # What AQT v2 and AQTp have, a row each.
     assert len({row[0] for row in ROWS}) == len(ROWS) == 32
 
@@ -119,9 +116,7 @@ def test_names_and_words_of_qtorch_exist() -> None:
     assert len(words) > 60
     assert rows == sorted(rows, key=lambda row: row.lower().strip("*"))
     replaced = r"\b(lengthened|(?:class|def) (?:Wanted|Missed|Kept|calibrate_cpu))\b"
-    assert [
-        word for text in (source, *(page.read_text() for page in PAGES)) for word in re.findall(replaced, text)
-    ] == []
+    assert [word for t in (source, *(page.read_text() for page in PAGES)) for word in re.findall(replaced, t)] == []
 
 
 @pytest.mark.parametrize("instruction_set", ["amx", "avx512_vnni"])
@@ -225,7 +220,7 @@ def run_commands(example: Any) -> None:
     """Run the lines of a block that call `qtorch`."""
     for line in example.parsed.splitlines():
         if line.startswith("qtorch "):
-            assert main(shlex.split(line)[1:]) == 0, line
+            assert qtorch.cli.main(shlex.split(line)[1:]) == 0, line
 
 
 @pytest.mark.parametrize("index", slow_but([0], range(python_blocks(README))))

@@ -4,15 +4,9 @@ import contextlib
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 import qtorch
 from qtorch import CodebookSpec, LinearSpec, PackedLayout, PerBlock, PerGroup, PerTensor, QuantSpec, ZeroPointDomain
-from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.codebook_tensor import nf4_spec
-from qtorch.primitives import prune_2_4
-from qtorch.primitives.layouts import LAYOUTS
-from qtorch.primitives.spec import Scheme
 
 ASYMMETRIC = qtorch.MappingType.ASYMMETRIC
 INT8 = QuantSpec("int8", quant_min=-127)
@@ -49,15 +43,9 @@ SPECS = {
 }
 
 SQNR = {
-    "int8 row": (40, 50),
-    "int8 tensor": (36, 46),
-    "int8 block": (41, 49),
-    "uint4 group": (18, 25),
-    "float8 row": (28, 36),
-    "float4 group": (18, 24),
-    "int3 group": (11, 18),
-    "int4 group": (17, 24),
-}
+    "int8 row": (40, 50), "int8 tensor": (36, 46), "int8 block": (41, 49), "uint4 group": (18, 25),
+    "float8 row": (28, 36), "float4 group": (18, 24), "int3 group": (11, 18), "int4 group": (17, 24),
+}  # fmt: skip
 """In dB, what normal numbers keep by the first words of a name above: at least, at most."""
 
 
@@ -65,17 +53,14 @@ def in_other_layouts() -> dict[str, LinearSpec]:
     """Those above without a layout, in each registered layout that none of them has."""
     # Tiles and blocks have tests of their own: they take few shapes.
     known = {
-        "plain",
-        "tensor_core_tiled",
-        "block_sparse",
-        *(spec.layout.name for spec in SPECS.values() if spec.layout),
-    }
+        "plain", "tensor_core_tiled", "block_sparse", *(spec.layout.name for spec in SPECS.values() if spec.layout),
+    }  # fmt: skip
     found = {}
-    for layout in [cls() for name, cls in LAYOUTS.items() if name not in known]:
+    for layout in [cls() for name, cls in qtorch.primitives.layouts.LAYOUTS.items() if name not in known]:
         for name, spec in SPECS.items():
             if spec.layout is None:
                 with contextlib.suppress(ValueError):
-                    layout.check(Scheme(replace(spec, layout=layout), (32, 64), torch.float32))
+                    layout.check(qtorch.primitives.spec.Scheme(replace(spec, layout=layout), (32, 64), torch.float32))
                     found[f"{name}, {layout.name}"] = replace(spec, layout=layout)
     return found
 
@@ -83,8 +68,8 @@ def in_other_layouts() -> dict[str, LinearSpec]:
 OTHER_LAYOUTS = in_other_layouts()
 SPECS |= OTHER_LAYOUTS
 LUTS = {
-    "nf4": nf4_spec(),
-    "nf4 single": nf4_spec(16, None),
+    "nf4": qtorch.dtypes.codebook_tensor.nf4_spec(),
+    "nf4 single": qtorch.dtypes.codebook_tensor.nf4_spec(16, None),
     "3 bits group": CodebookSpec("uint3", PerGroup(32)),
     "2 bits row": CodebookSpec("uint2", qtorch.PerRow()),
     "4 bits block": CodebookSpec("uint4", PerBlock((8, 64))),
@@ -97,13 +82,13 @@ WEIGHT_ONLY = [name for name, spec in SPECS.items() if spec.activation is None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def values(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def values(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Normal numbers, pruned if the layout of the scheme `SPECS[name]` takes no others."""
     normal = torch.randn(shape or (32, 64), dtype=dtype)
-    return prune_2_4(normal) if name in SPARSE else normal
+    return qtorch.primitives.prune_2_4(normal) if name in SPARSE else normal
 
 
-def quantized(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> QuantizedTensor:
+def quantized(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> qtorch.dtypes.QuantizedTensor:
     """`values` in the scheme `SPECS[name]` or `LUTS[name]`; activations of a static one lie within about 4."""
     if name in LUTS:
         return qtorch.LUTQuantizedTensor.from_float(values(name, *shape, dtype=dtype), LUTS[name])

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qtorch import AffineQuantizedTensor
 from qtorch.dtypes.copying import rebuild
@@ -107,7 +106,7 @@ def test_queues(method: str) -> None:
 @all_specs
 def test_flatten_and_unflatten(name: str) -> None:
     w = quantized(name, dtype=torch.bfloat16)
-    assert is_traceable_wrapper_subclass(w)
+    assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(w)
     names, scheme = w.__tensor_flatten__()
     hash(scheme)
     tensors = {name: getattr(w, name) for name in names}

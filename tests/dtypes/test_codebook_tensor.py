@@ -4,13 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 from qtorch import LinearSpec, LUTQuantizedTensor, PackedLayout, PlainLayout, QuantSpec, compute_error, config, explain
-from qtorch.dtypes import NF4Tensor, linear_nf4, to_nf4
-from qtorch.dtypes.codebook_tensor import nf4_spec
-from qtorch.dtypes.serialize import from_canonical, to_canonical
+from qtorch.dtypes import NF4Tensor, codebook_tensor, linear_nf4, serialize, to_nf4
 from qtorch.kernels import FallbackError, lookup
 from qtorch.kernels.ops.weight_only_mm import SLICE_BYTES
 from tests.dtypes import specs
@@ -23,13 +19,9 @@ from tests.refusals import refuses
 
 # SQNR in dB of normal numbers: at least, at most.
 SQNR = {
-    "nf4": (19.5, 22),
-    "nf4 single": (21.5, 26),
-    "3 bits group": (16, 21),
-    "2 bits row": (9, 12),
-    "4 bits block": (20, 22),
-    "8 bits block": (46, 56),
-}
+    "nf4": (19.5, 22), "nf4 single": (21.5, 26), "3 bits group": (16, 21), "2 bits row": (9, 12),
+    "4 bits block": (20, 22), "8 bits block": (46, 56),
+}  # fmt: skip
 
 every_spec = pytest.mark.parametrize("name", SPECS)
 
@@ -83,7 +75,7 @@ def test_kernels_agree_with_the_reference_and_cut_slices(name: str, monkeypatch:
     monkeypatch.setitem(SLICE_BYTES, "cpu", 4 * 128 * 11)
     w = quantized(name, 40, 128)
     x, z = torch.randn(3, 128), torch.randn(3, 40)
-    torch.testing.assert_close(functional.linear(x, w), x @ w.dequantize().t())
+    torch.testing.assert_close(torch.nn.functional.linear(x, w), x @ w.dequantize().t())
     torch.testing.assert_close(z @ w, z @ w.dequantize())
 
 
@@ -112,19 +104,19 @@ def test_parts_and_errors() -> None:
         (lambda: torch.cat([quantized("nf4"), quantized("nf4 single")]), "cat joins tensors quantized alike"),
     ):
         refuses(words, call, (TypeError, ValueError))
-    assert not functional.linear(torch.ones(1, 128), nn.Parameter(w)).requires_grad
+    assert not torch.nn.functional.linear(torch.ones(1, 128), torch.nn.Parameter(w)).requires_grad
     assert replace(w.scheme) == w.scheme
 
 
 def test_names_text_and_importance() -> None:
-    stored, entry = to_canonical("fc.weight", quantized("nf4"))
+    stored, entry = serialize.to_canonical("fc.weight", quantized("nf4"))
     names = ["packed", "scale", "scale_mean", "scale_scale", "table"]
     assert sorted(stored) == [f"fc.weight_{name}" for name in names]
     assert stored["fc.weight_packed"].dtype == torch.int32
     del entry["tensors"]["table"]
-    refuses(r"table is missing: .* NF4", lambda: from_canonical(entry, stored.__getitem__))
-    module = nn.Linear(128, 32)
-    module.weight = nn.Parameter(quantized("nf4"), requires_grad=False)
+    refuses(r"table is missing: .* NF4", lambda: serialize.from_canonical(entry, stored.__getitem__))
+    module = torch.nn.Linear(128, 32)
+    module.weight = torch.nn.Parameter(quantized("nf4"), requires_grad=False)
     explanation = str(explain(module))
     assert "runs lut_weight_mm" in explanation
     assert "not weight_only_mm: " in explanation
@@ -139,9 +131,9 @@ def test_names_text_and_importance() -> None:
     x, weight = torch.randn(3, 128), torch.randn(32, 128)
     w = NF4Tensor.from_tensor(weight, 64, 256)
     assert isinstance(w, NF4Tensor)
-    assert w.codebook == nf4_spec(64, 256)
+    assert w.codebook == codebook_tensor.nf4_spec(64, 256)
     assert torch.equal(w, to_nf4(weight))
-    assert torch.equal(linear_nf4(x, w), functional.linear(x, w))
+    assert torch.equal(linear_nf4(x, w), torch.nn.functional.linear(x, w))
     x, importance = torch.randn(4, 128), torch.rand(4, 128).pow(8)
     plain = LUTQuantizedTensor.from_float(x, SPECS["2 bits row"])
     weighted = LUTQuantizedTensor.from_float(x, SPECS["2 bits row"], importance)

@@ -1,7 +1,6 @@
 """Convolutions with a quantized weight: torch's of the dequantized weight, or exact sums of the windows' codes."""
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
 from tests.dtypes.specs import OTHER_LAYOUTS, SPECS, WEIGHT_ONLY
 from tests.dtypes.specs import quantized as quantized_matrix
+from tests.refusals import message_of
 from tests.rounding import assert_same_sums
 
 BUILT = compiled_library.library() is not None
@@ -29,14 +29,9 @@ INTEGERS = [name for name in SPECS if name not in WEIGHT_ONLY]
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 FUNCTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 OPTIONS = [
-    {},
-    {"stride": 2, "padding": 1},
-    {"padding": "same"},
-    {"padding": "same", "dilation": 3},
-    {"padding": "valid", "dilation": 2},
-    {"groups": 2},
-    {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
-]
+    {}, {"stride": 2, "padding": 1}, {"padding": "same"}, {"padding": "same", "dilation": 3},
+    {"padding": "valid", "dilation": 2}, {"groups": 2}, {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
+]  # fmt: skip
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 
@@ -267,30 +262,17 @@ def test_it_shows_the_shape_of_the_weight_and_can_be_cut(weight: ConvWeight) -> 
         assert torch.equal(part.dequantize(), wanted)
 
 
-def message_of(operation: object) -> str:
-    with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
-        operation()
-    return f"{error.type.__name__}: {error.value}"
-
-
 def test_what_does_not_fit_says_so() -> None:
     x, weight, _ = operands("int8 row, int8 token", 2)
-    operations: Sequence[object] = [
-        lambda: functional.conv2d(x[:, :8], weight),
-        lambda: functional.conv2d(x, weight, groups=3),
+    operations = [
+        lambda: functional.conv2d(x[:, :8], weight), lambda: functional.conv2d(x, weight, groups=3),
         lambda: functional.conv2d(x, weight, stride=2, padding="same"),
-        lambda: functional.conv2d(x, weight, padding="reflect"),
-        lambda: functional.conv2d(x, weight, stride=(1, 2, 3)),
-        lambda: functional.conv2d(x, weight, dilation=9),
-        lambda: functional.conv1d(x, weight),
-        lambda: functional.conv2d(x.long(), weight),
-        lambda: functional.conv2d(x, weight.matrix),
-        lambda: functional.conv2d(x, weight.to("meta")),
-        lambda: ConvWeight.of(weight.matrix, (8, 3, 3, 3)),
-        lambda: weight.transpose(0, 1),
-        lambda: weight[:, :2],
-        lambda: functional.linear(x, weight),
-    ]
+        lambda: functional.conv2d(x, weight, padding="reflect"), lambda: functional.conv2d(x, weight, stride=(1, 2, 3)),
+        lambda: functional.conv2d(x, weight, dilation=9), lambda: functional.conv1d(x, weight),
+        lambda: functional.conv2d(x.long(), weight), lambda: functional.conv2d(x, weight.matrix),
+        lambda: functional.conv2d(x, weight.to("meta")), lambda: ConvWeight.of(weight.matrix, (8, 3, 3, 3)),
+        lambda: weight.transpose(0, 1), lambda: weight[:, :2], lambda: functional.linear(x, weight),
+    ]  # fmt: skip
     assert_expected_inline(
         "\n".join(map(message_of, operations)),
         """\
@@ -302,7 +284,7 @@ ValueError: stride, padding and dilation take 1 or 2 sizes, got [1, 2, 3]
 ValueError: the kernel (4, 2), dilated by (9, 9), exceeds the padded input
 ValueError: conv1d takes an input of 2 or 3 axes and a weight of 3, got shapes (2, 32, 9, 8) and (8, 32, 4, 2)
 TypeError: conv2d takes a floating-point input, got torch.int64: input.to(torch.float32)
-TypeError: conv2d takes a float input and a ConvWeight, or one in training, got Tensor and AffineQuantizedTensor
+TypeError: conv2d takes floats and a ConvWeight, or one in training, got Tensor and AffineQuantizedTensor
 ValueError: conv2d: the input is on cpu, the weight on meta
 ValueError: a matrix of shape (8, 256) does not fit a weight of shape (8, 3, 3, 3), which takes (8, 27)
 NotImplementedError: aten.transpose.int is not implemented for the weight of a convolution, which can be sliced along its first axis only; call .dequantize() first if you want a float tensor

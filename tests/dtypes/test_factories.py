@@ -4,7 +4,6 @@ import inspect
 
 import pytest
 import torch
-from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, MappingType, PerBlock, PerTensor, QuantSpec, ZeroPointDomain, compute_error
@@ -14,7 +13,6 @@ from qtorch.dtypes.factories import (
     to_affine_quantized_intx_static,
     to_linear_activation_quantized,
 )
-from qtorch.kernels import record_kernels
 from tests.dtypes.specs import ASYMMETRIC, DTYPES, TOKEN, quantized
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
@@ -61,10 +59,10 @@ def test_options_arguments_and_activations() -> None:
     dynamic = to_linear_activation_quantized(weight, TOKEN)
     static = to_linear_activation_quantized(weight, QuantSpec("int8", PerTensor()), x.abs().max().reshape(1, 1) / 127)
     assert type(dynamic) is type(static) is AffineQuantizedTensor
-    wanted = functional.linear(x, weight)
+    wanted = torch.nn.functional.linear(x, weight)
     for w in [dynamic, static]:
-        with record_kernels() as ran:
-            y = functional.linear(x, w)
+        with qtorch.kernels.record_kernels() as ran:
+            y = torch.nn.functional.linear(x, w)
         assert ran[0] == "linear:int8_scaled_mm"
         assert 35 < compute_error(wanted, y) < 50
     weight = quantized("int8 row")

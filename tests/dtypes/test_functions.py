@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from qtorch import AffineQuantizedTensor, LUTQuantizedTensor, compute_error, config
 from qtorch.dtypes import (
@@ -18,17 +16,16 @@ from qtorch.dtypes import (
     register_aqt_quantized_linear_dispatch,
 )
 from qtorch.dtypes.linear import multiply
-from qtorch.kernels import record_kernels
-from qtorch.kernels.registry import Problem, choose
+from qtorch.kernels import record_kernels, registry
 from tests.dtypes.specs import DTYPES, INT8, LUTS, SPARSE, SPECS, WEIGHT_ONLY, quantized
-from tests.refusals import refuses
+from tests.refusals import message_of, refuses
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
 
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 
 
-def expected(x: Tensor, w: AffineQuantizedTensor, bias: Tensor | None = None) -> Tensor:
+def expected(x: torch.Tensor, w: AffineQuantizedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear in fp32 of what the input and the weight become."""
     activation, rows = w.scheme.activation, x.reshape(-1, x.shape[-1])
     x32 = x.float()
@@ -48,7 +45,7 @@ def linear_kernel(w: QuantizedTensor, dtype: torch.dtype) -> str:
         weight_only = w.scheme.activation is None
         return "linear:semi_sparse_weight_only_mm" if weight_only else "linear:semi_sparse_int8_scaled_mm"
     if w.scheme.layout.name != "plain":  # a layout that is not named here
-        return f"linear:{choose(Problem('linear', w.scheme, dtype, 'cpu')).name}"
+        return f"linear:{registry.choose(registry.Problem('linear', w.scheme, dtype, 'cpu')).name}"
     if w.scheme.activation is not None:
         return "linear:int8_scaled_mm"
     per_channel = w.scheme.weight.dtype.name == "int8" and tuple(w.scale.shape) == (w.shape[0], 1)
@@ -124,8 +121,7 @@ def test_autocast_casts_the_input_and_nothing_inside_a_kernel(name: str) -> None
 
 def test_what_does_not_fit_says_so() -> None:
     w, experts, x = quantized("int8 row"), quantized("int8 row", 2, 32, 64), torch.randn(3, 64)
-    texts = []
-    for operation in [
+    operations = [
         lambda: functional.linear(torch.randn(3, 32), w),
         lambda: functional.linear(torch.tensor(1.0), w),
         lambda: functional.linear(x, experts),
@@ -141,12 +137,9 @@ def test_what_does_not_fit_says_so() -> None:
         lambda: torch.mm(x[None], w.t()),
         lambda: functional.embedding(torch.tensor([1]), w.to("meta")),
         lambda: functional.embedding(torch.tensor([1]), w, max_norm=1.0),
-    ]:
-        with pytest.raises((ValueError, TypeError)) as error:
-            operation()
-        texts.append(f"{error.type.__name__}: {error.value}")
+    ]
     assert_expected_inline(
-        "\n".join(texts),
+        "\n".join(map(message_of, operations)),
         """\
 ValueError: linear: an input of shape (3, 32) does not fit a weight of shape (32, 64)
 ValueError: linear: an input of shape () does not fit a weight of shape (32, 64)
@@ -170,7 +163,7 @@ def test_a_registered_dispatch_runs_first_until_deregistered() -> None:
     w, x = quantized("int8 row"), torch.randn(3, 64)
     seen = []
 
-    def condition(input: Tensor, weight: AffineQuantizedTensor, bias: Tensor | None) -> bool:
+    def condition(input: torch.Tensor, weight: AffineQuantizedTensor, bias: torch.Tensor | None) -> bool:
         seen.append((tuple(input.shape), weight is w, bias))
         return weight.scheme.weight == INT8
 
@@ -188,7 +181,7 @@ def test_a_registered_dispatch_runs_first_until_deregistered() -> None:
 # Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
 
 
-def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+def gradients(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of a fixed linear combination of the outputs, so that they do not depend on how an input was rounded."""
     inputs = tuple(x.clone().requires_grad_() for x in inputs)
     y = function(*inputs)
@@ -256,5 +249,5 @@ def test_products_whose_gradient_would_be_quantized(name: str) -> None:
     got = gradients(lambda x: torch.tensordot(x, w, ([1], [1])), x)
     torch.testing.assert_close(got, gradients(lambda x: torch.tensordot(x, w.dequantize(), ([1], [1])), x))
     again = functools.partial(torch.tensordot, dims=([1], [1]))
-    y = checkpoint(again, x.clone().requires_grad_(), w, use_reentrant=False)
+    y = torch.utils.checkpoint.checkpoint(again, x.clone().requires_grad_(), w, use_reentrant=False)
     refuses(r"write the product as F\.linear", lambda: y.sum().backward(), NotImplementedError)

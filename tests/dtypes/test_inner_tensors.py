@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, lut_weight_only, quantize_
@@ -19,8 +18,7 @@ from qtorch.training.weights.base import TrainingScheme
 from qtorch.training.weights.gathered import GatheredWeight
 from tests.attack import battery, pickles
 from tests.every_recipe import NAMES, make
-from tests.movement.holding import through_file
-from tests.movement.kinds import KINDS
+from tests.movement import holding, kinds
 from tests.refusals import refuses
 
 RECIPES = [make(name) for name in ("int8_weight_only", "int4_weight_only", "nf4_weight_only")]
@@ -42,20 +40,16 @@ class Crafted:
 
 
 def load(*args: Any) -> Any:
-    return through_file({"weight": Crafted(*args)})["weight"]
+    return holding.through_file({"weight": Crafted(*args)})["weight"]
 
 
 def arguments(weight: QuantizedTensor, **changes: Any) -> list[Any]:
     """Of `rebuild`, some changed by position or inner tensor."""
     name, tensors, scheme, requires_grad, is_parameter, state = weight.__reduce_ex__(2)[1]
     return [
-        changes.pop("type_name", name),
-        {**tensors, **changes.pop("tensors", {})},
-        changes.pop("scheme", scheme),
-        requires_grad,
-        is_parameter,
-        changes.pop("state", state),
-    ]
+        changes.pop("type_name", name), {**tensors, **changes.pop("tensors", {})}, changes.pop("scheme", scheme),
+        requires_grad, is_parameter, changes.pop("state", state),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -114,12 +108,10 @@ def test_sizes_and_classes() -> None:
     mm = torch.ops.qtorch.cpu_weight_only_mm
     about = (False, "int8", -127.0, 127.0, "NONE")
     mm(x, codes, 256, scale, None, *about, None)
-    wrong: list[tuple[Tensor, int, Tensor, Tensor | None]] = [
-        (codes, 512, scale, None),
-        (codes[:8], 256, scale, None),
-        (codes, 256, scale[:8], None),
+    wrong: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]] = [
+        (codes, 512, scale, None), (codes[:8], 256, scale, None), (codes, 256, scale[:8], None),
         (codes, 256, scale, torch.zeros(8)),
-    ]
+    ]  # fmt: skip
     for args in wrong:
         with pytest.raises((ValueError, RuntimeError), match="shape"):
             mm(x, args[0], args[1], args[2], None, *about, args[3])
@@ -139,7 +131,7 @@ def test_forms_are_those_of_what_layouts_pack(name: str) -> None:
 # --- attributes that are set later, by a caller or by the state of a parameter in a pickle ---
 def _one_of_each() -> dict[str, QuantizedTensor]:
     """A tensor of each class with each set of inner tensors."""
-    weights = {kind.name: kind.make().weight.detach() for kind in KINDS}  # type: ignore[operator,union-attr]
+    weights = {kind.name: kind.make().weight.detach() for kind in kinds.KINDS}  # type: ignore[operator,union-attr]
     training = switchback_training().training_spec()
     codes = quantize_operand(torch.randn(64, 128), training.output.rhs)
     scheme = TrainingScheme(training, (64, 128), torch.float32)
@@ -159,10 +151,10 @@ def set_by_a_caller(weight: QuantizedTensor, name: str, value: Any) -> Quantized
 def set_by_a_file(weight: QuantizedTensor, name: str, value: Any) -> QuantizedTensor:
     with_state = torch._utils._rebuild_parameter_with_state  # type: ignore[attr-defined]
     arguments = (weight, False, OrderedDict(), {name: value})
-    return through_file([pickles.Reduced(with_state, arguments)])[0]  # type: ignore[no-any-return]
+    return holding.through_file([pickles.Reduced(with_state, arguments)])[0]  # type: ignore[no-any-return]
 
 
-def wrong_values(inner: Tensor) -> list[Any]:
+def wrong_values(inner: torch.Tensor) -> list[Any]:
     other = torch.float64 if inner.dtype != torch.float64 else torch.float32
     tensors = [inner.to(torch.complex64 if inner.is_floating_point() else other), inner[None], inner.to("meta")]
     return [None, "text", 0, {}, torch.zeros(0), *tensors, inner.float().to_sparse()]
@@ -176,9 +168,7 @@ def test_an_inner_tensor_cannot_be_replaced_by_what_does_not_fit(name: str, set_
     for inner in (*weight.tensor_names(weight.scheme), "scheme"):
         present = weight.inner_tensors.get(inner)
         for value in ["text", torch.ones(1)] if present is None else wrong_values(present):
-            refuses(
-                inner, lambda inner=inner, value=value: set_attribute(weight, inner, value), (ValueError, TypeError)
-            )
+            refuses(inner, lambda inner=inner, new=value: set_attribute(weight, inner, new), (ValueError, TypeError))
     assert all(vars(weight)[key] is value for key, value in before.items())
 
 
@@ -190,10 +180,10 @@ def test_what_fits_and_what_cannot_be_hidden(name: str) -> None:
         setattr(weight, inner, tensor.zero_())
     weight.of_the_user = "text"  # type: ignore[attr-defined]
     assert torch.equal(weight.dequantize(), other.dequantize())
-    assert through_file([weight])[0].of_the_user == "text"
+    assert holding.through_file([weight])[0].of_the_user == "text"
     # Attributes of torch can be set to what torch takes, and what kernels keep can be dropped.
     for attribute in dir(weight := OF_CLASSES[name]):
-        by_torch = (AttributeError, RuntimeError) if hasattr(Tensor, attribute) else ()
+        by_torch = (AttributeError, RuntimeError) if hasattr(torch.Tensor, attribute) else ()
         for value in ("text", None, {}, dict):
             try:
                 got = set_by_a_caller(weight.clone(), attribute, value)
@@ -211,8 +201,8 @@ PARAMETER_RECIPES: list[Recipe] = [
 every_recipe = pytest.mark.parametrize("recipe", PARAMETER_RECIPES, ids=str)
 
 
-def layer(recipe: Recipe) -> nn.Linear:
-    linear = nn.Linear(64, 32)
+def layer(recipe: Recipe) -> torch.nn.Linear:
+    linear = torch.nn.Linear(64, 32)
     quantize_(linear, recipe)
     return linear
 
@@ -233,12 +223,9 @@ def test_parameters_of_floats_and_data_that_does_not_fit(recipe: Recipe) -> None
 
 
 READERS: dict[str, Any] = {
-    "asarray": np.asarray,
-    "np.from_dlpack": np.from_dlpack,
-    "to_dlpack": torch.utils.dlpack.to_dlpack,
-    "storage": lambda w: w.storage()[0],
-    "storage bytes": lambda w: bytes(w.untyped_storage()),
-}
+    "asarray": np.asarray, "np.from_dlpack": np.from_dlpack, "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "storage": lambda w: w.storage()[0], "storage bytes": lambda w: bytes(w.untyped_storage()),
+}  # fmt: skip
 """Beside those of tests/attack/raw_memory.py."""
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from qtorch import AffineQuantizedTensor
 from tests.dtypes.specs import DTYPES, LUTS, SPECS, TOKEN, UINT4, quantized, values
@@ -113,7 +112,7 @@ def test_assigning_a_part_of_a_block_is_refused(name: str, inference: bool) -> N
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.bool])
 def test_to_a_dtype_that_is_not_for_reals(dtype: torch.dtype) -> None:
     w = quantized("int8 row")
-    for convert in [Tensor.to, torch.zeros_like, torch.empty_like]:
+    for convert in [torch.Tensor.to, torch.zeros_like, torch.empty_like]:
         with pytest.raises(TypeError, match=rf"takes a floating-point dtype of 16 bits or more, got {dtype}$"):
             convert(w, dtype=dtype)
 

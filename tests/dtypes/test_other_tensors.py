@@ -4,10 +4,8 @@ import inspect
 
 import pytest
 import torch
-from torch import Tensor
 
-from qtorch.dtypes import UintxTensor, to_uintx
-from qtorch.dtypes.blocked_tensor import BlockedScheme, BlockedTensor
+from qtorch.dtypes import UintxTensor, blocked_tensor, to_uintx
 from qtorch.kernels.ops.adam import FORMS
 from qtorch.primitives import LinearSpec
 from tests.refusals import refuses
@@ -17,15 +15,15 @@ ERRORS = {"8": (1e-4, 0.03), "4": (1e-2, 0.35), "float8": (1e-3, 0.08)}
 """Least and most relative error of random numbers."""
 
 
-def scheme(form: str, root: bool, shape: tuple[int, ...], block: int, flat: bool) -> BlockedScheme:
+def scheme(form: str, root: bool, shape: tuple[int, ...], block: int, flat: bool) -> blocked_tensor.BlockedScheme:
     spec = FORMS[form].second if root else FORMS[form].first
-    return BlockedScheme(LinearSpec(spec), shape, torch.float32, block, flat, root)
+    return blocked_tensor.BlockedScheme(LinearSpec(spec), shape, torch.float32, block, flat, root)
 
 
 def made(form: str, root: bool, shape: tuple[int, ...] = (6, 80), block: int = 40, flat: bool = False):
     x = torch.randn(shape)
     x = x.square() if root else x
-    return x, BlockedTensor.quantized(x, scheme(form, root, shape, block, flat))
+    return x, blocked_tensor.BlockedTensor.quantized(x, scheme(form, root, shape, block, flat))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -59,7 +57,7 @@ def test_writes_and_roots(form: str) -> None:
     torch.testing.assert_close(other.dequantize(), v, rtol=0.6, atol=0.25)
     refuses("would lose its codes", lambda: torch.zeros(6, 80).copy_(state))
     x = torch.tensor([[1.0, 1e-20, 0.0, 1e-12]])
-    state = BlockedTensor.quantized(x, scheme(form, True, (1, 4), 4, False))
+    state = blocked_tensor.BlockedTensor.quantized(x, scheme(form, True, (1, 4), 4, False))
     assert (state.dequantize() > 0).tolist() == (x > 0).tolist()
 
 
@@ -85,7 +83,7 @@ def test_what_it_refuses() -> None:
     refuses("along axis 1", lambda: state[:, :40])
     refuses("state of an optimizer", lambda: state.t(), NotImplementedError)
     refuses("no view of shape", lambda: state.view(80, 6))
-    refuses("takes floats of it", lambda: BlockedTensor.quantized(torch.zeros(3), state.scheme))
+    refuses("takes floats of it", lambda: blocked_tensor.BlockedTensor.quantized(torch.zeros(3), state.scheme))
     _, state = made("8", False)
     from qtorch.dtypes.copying import rebuild
 
@@ -106,7 +104,7 @@ def test_what_it_refuses() -> None:
         to_uintx(data, torch.uint3).to(torch.int32)
 
 
-def numbers(bits: int, *shape: int) -> Tensor:
+def numbers(bits: int, *shape: int) -> torch.Tensor:
     return torch.randint(2**bits, shape, dtype=torch.uint8)
 
 

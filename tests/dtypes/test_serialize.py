@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerTensor, QuantSpec
 from qtorch.dtypes.serialize import Entry, from_canonical, pack_to_int32, to_canonical, unpack_from_int32
@@ -16,7 +15,7 @@ from tests.dtypes.specs import ASYMMETRIC, DTYPES, SPECS, quantized
 
 def assert_round_trip(w: AffineQuantizedTensor) -> None:
     tensors, entry = to_canonical("layer.weight", w)
-    assert all(type(tensor) is Tensor for tensor in tensors.values())
+    assert all(type(tensor) is torch.Tensor for tensor in tensors.values())
     again = from_canonical(json.loads(json.dumps(entry)), tensors.__getitem__)
     assert again.scheme == w.scheme
     x, y = again.inner_tensors, w.inner_tensors
@@ -127,7 +126,7 @@ def test_the_entry_is_json_and_words_are_padded() -> None:
     assert torch.equal(padding, torch.full((5,), -8, dtype=torch.int8))
 
 
-def broken(change: dict[str, Tensor], entry: Entry | None = None) -> str:
+def broken(change: dict[str, torch.Tensor], entry: Entry | None = None) -> str:
     tensors, whole = to_canonical("w", quantized("uint4 group", 4, 64))
     with pytest.raises(ValueError) as error:  # noqa: PT011
         from_canonical(entry or whole, {**tensors, **change}.__getitem__)

@@ -9,23 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qtorch
-from qtorch import AffineQuantizedTensor, explain, int4_weight_only, int8_weight_only, nf4_weight_only, quantize_
 from qtorch.dtypes import QuantizedTensor, TransposedWeight
-from qtorch.kernels.cpu import compiled_library
-from qtorch.kernels.custom_ops import record_kernels
 from qtorch.recipes.base import WeightRecipe
 from qtorch.training import qat
 
 RECIPES: list[WeightRecipe] = [
-    qtorch.int8_weight_only(),
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.int8_dynamic_activation_int8_weight(),
-    qtorch.int8_dynamic_activation_int4_weight(),
-    qtorch.nf4_weight_only(group_size=32),
-    qtorch.lut_weight_only(bits=3),
-    qtorch.mxfp4_weight_only(),
-    qtorch.nvfp4_weight_only(),
-]
+    qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32), qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int4_weight(), qtorch.nf4_weight_only(group_size=32), qtorch.lut_weight_only(bits=3),
+    qtorch.mxfp4_weight_only(), qtorch.nvfp4_weight_only(),
+]  # fmt: skip
 
 EACH = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
@@ -95,7 +87,7 @@ def test_parts() -> None:
         weight[:, 16:48]
 
 
-@pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
+@pytest.mark.skipif(qtorch.kernels.cpu.compiled_library.library() is None, reason="nothing is built")
 @pytest.mark.parametrize(("recipe", "kernel"), [
     (qtorch.int8_weight_only(), "cpu_weight_only_mm"),
     (qtorch.int4_weight_only(group_size=32), "cpu_weight_only_mm"),
@@ -105,8 +97,8 @@ def test_parts() -> None:
 def test_the_compiled_kernels_run_and_their_fast_path(recipe: WeightRecipe, kernel: str) -> None:
     weight, _ = pair(recipe, 64, 96)
     layer, x = InOut(weight), torch.randn(5, 64)
-    assert [each.kernel for each in explain(layer)] == [kernel]
-    with record_kernels() as ran:
+    assert [each.kernel for each in qtorch.explain(layer)] == [kernel]
+    with qtorch.kernels.custom_ops.record_kernels() as ran:
         wanted = layer(x)
     assert ran[:2] == [f"linear:{kernel}", kernel]
     assert torch.equal(layer(x), wanted)
@@ -134,15 +126,13 @@ def test_gradients_and_square_weights() -> None:
     layer = transformers.Conv1D(96, 64)
     for recipe in (qtorch.training.int8_weight_only_quantized_training(), qtorch.training.lsq()):
         with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exchanges the class of layers"):
-            quantize_(layer, recipe)
+            qtorch.quantize_(layer, recipe)
         with pytest.raises(ValueError, match=r"stored as \(inputs, outputs\)|exactly these; this is one of"):
-            quantize_(layer, {"weight": recipe})
+            qtorch.quantize_(layer, {"weight": recipe})
     assert type(layer.weight) is nn.Parameter
 
 
-@pytest.mark.parametrize(
-    "wrap", [qtorch.training.int8_mixed_precision_training, qtorch.training.qat], ids=lambda f: f.name
-)
+@pytest.mark.parametrize("wrap", [qtorch.training.int8_mixed_precision_training, qtorch.training.qat], ids=str)
 def test_training_along_the_contracted_axis(wrap: type) -> None:
     """A layer that is stored (inputs, outputs) trains and converts as the linear layer of the same numbers."""
     transformers = pytest.importorskip("transformers.pytorch_utils")
@@ -152,14 +142,14 @@ def test_training_along_the_contracted_axis(wrap: type) -> None:
     x = torch.randn(16, 64)
     outputs = []
     for module in (layer, linear):
-        quantize_(module, recipe)
+        qtorch.quantize_(module, recipe)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             module(x).square().mean().backward()
             optimizer.step()
         trained = module(x)
-        quantize_(module, qtorch.training.convert())
+        qtorch.quantize_(module, qtorch.training.convert())
         assert torch.equal(module(x), trained)
         outputs.append(trained)
     assert isinstance(layer.weight, TransposedWeight)
@@ -176,7 +166,7 @@ def test_exported_in_operators_of_torch(recipe: WeightRecipe) -> None:
     assert not any("qtorch" in str(node.target) for node in program.graph.nodes)
 
 
-EXPERT_RECIPES = [int8_weight_only(), int4_weight_only(group_size=16)]
+EXPERT_RECIPES = [qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=16)]
 
 
 def experts(recipe: object = EXPERT_RECIPES[0]) -> QuantizedTensor:
@@ -207,12 +197,12 @@ def test_what_is_picked_anew_and_other_indices() -> None:
     assert torch.equal(weight.dequantize()[1], weight.scale[1].expand(8, 32))
     assert torch.equal(weight[1].dequantize(), weight.dequantize()[1])
     # Scales that are quantized themselves become numbers of their own in a view.
-    weight = nf4_weight_only(group_size=32).apply(torch.randn(3, 64, 64))
+    weight = qtorch.nf4_weight_only(group_size=32).apply(torch.randn(3, 64, 64))
     assert weight[1] is not weight[1]
     assert torch.equal(weight[1].dequantize(), weight.dequantize()[1])
     module = nn.Module()
     module.experts = nn.Parameter(torch.randn(3, 8, 32))
-    quantize_(module, {"experts": qat(int8_weight_only())})
+    qtorch.quantize_(module, {"experts": qat(qtorch.int8_weight_only())})
     assert module.experts[1] is not module.experts[1]
     functional.linear(torch.randn(2, 32), module.experts[1]).sum().backward()
     assert module.experts.grad[1].any()  # type: ignore[index]
@@ -254,7 +244,7 @@ def test_inference_mode_gradients_and_torch_func() -> None:
     functional.linear(x, weight[1]).sum().backward()
     assert weight[1] is not kept
     torch.testing.assert_close(x.grad, weight.dequantize()[1].sum(0).expand(2, 32))
-    weight: AffineQuantizedTensor = experts()  # type: ignore[assignment]
+    weight: qtorch.AffineQuantizedTensor = experts()  # type: ignore[assignment]
     x = torch.randn(4, 32)
     kept = weight[1]
     grad = torch.func.grad(lambda row: functional.linear(row, weight[1]).sum())

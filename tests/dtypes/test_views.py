@@ -8,19 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PerBlock, QuantSpec
 from tests.dtypes.specs import ASYMMETRIC, DTYPES, LUTS, OTHER_LAYOUTS, SPECS, quantized
 from tests.refusals import refuses
 
-Operation = Callable[[Tensor], Any]
+Operation = Callable[[torch.Tensor], Any]
 
 
-def check_exact(operation: Operation, w: Tensor) -> None:
+def check_exact(operation: Operation, w: torch.Tensor) -> None:
     got, wanted = operation(w), operation(w.dequantize())
-    if isinstance(wanted, Tensor):
+    if isinstance(wanted, torch.Tensor):
         got, wanted = [got], [wanted]
     assert len(got) == len(wanted)
     for a, b in zip(got, wanted):
@@ -30,44 +28,21 @@ def check_exact(operation: Operation, w: Tensor) -> None:
 
 
 EXACT: dict[str, Operation] = {
-    "t": lambda w: w.t(),
-    "T": lambda w: w.T,
-    "mT": lambda w: w.mT,
-    "transpose": lambda w: w.transpose(-1, 0),
-    "permute": lambda w: w.permute(1, 0),
-    "twice": lambda w: w.t().t(),
-    "movedim": lambda w: w.movedim(0, 1),
-    "unsqueeze": lambda w: w.unsqueeze(0),
-    "None": lambda w: w[:, None],
-    "squeeze": lambda w: w[None, :, None].squeeze(),
-    "squeeze one": lambda w: w[None].squeeze(0),
-    "squeeze several": lambda w: w[None, :, None].squeeze((0, 2)),
-    "squeeze nothing": lambda w: w.squeeze(0),
-    "same view": lambda w: w.view(32, 64),
-    "reshape rows": lambda w: w.reshape(4, 8, 64),
-    "unflatten": lambda w: w.unflatten(0, (2, 16)),
-    "flatten again": lambda w: w.unflatten(0, (-1, 16)).flatten(0, 1),
-    "slice": lambda w: w[8:24],
-    "negative": lambda w: w[-8:],
-    "empty": lambda w: w[8:8],
-    "beyond": lambda w: w[16:100],
-    "columns": lambda w: w[:, 32:],
-    "narrow": lambda w: w.narrow(0, 8, 8),
-    "split": lambda w: w.split(8),
-    "split sizes": lambda w: w.split([8, 0, 24]),
-    "split columns": lambda w: w.split(32, dim=1),
-    "chunk": lambda w: w.chunk(4),
-    "tensor_split": lambda w: torch.tensor_split(w, 2),
-    "hsplit": lambda w: torch.hsplit(w, 2),
-    "inside a block": lambda w: w[3:5, 1:7],
-    "row": lambda w: w[3],
-    "last row": lambda w: w[-1],
-    "column": lambda w: w[:, 63],
-    "select": lambda w: w.select(1, -2),
-    "element": lambda w: w[3, 5],
-    "unbind": lambda w: w.unbind(),
-    "iterate": lambda w: list(w.t()),
-}
+    "t": lambda w: w.t(), "T": lambda w: w.T, "mT": lambda w: w.mT, "transpose": lambda w: w.transpose(-1, 0),
+    "permute": lambda w: w.permute(1, 0), "twice": lambda w: w.t().t(), "movedim": lambda w: w.movedim(0, 1),
+    "unsqueeze": lambda w: w.unsqueeze(0), "None": lambda w: w[:, None],
+    "squeeze": lambda w: w[None, :, None].squeeze(), "squeeze one": lambda w: w[None].squeeze(0),
+    "squeeze several": lambda w: w[None, :, None].squeeze((0, 2)), "squeeze nothing": lambda w: w.squeeze(0),
+    "same view": lambda w: w.view(32, 64), "reshape rows": lambda w: w.reshape(4, 8, 64),
+    "unflatten": lambda w: w.unflatten(0, (2, 16)), "flatten again": lambda w: w.unflatten(0, (-1, 16)).flatten(0, 1),
+    "slice": lambda w: w[8:24], "negative": lambda w: w[-8:], "empty": lambda w: w[8:8], "beyond": lambda w: w[16:100],
+    "columns": lambda w: w[:, 32:], "narrow": lambda w: w.narrow(0, 8, 8), "split": lambda w: w.split(8),
+    "split sizes": lambda w: w.split([8, 0, 24]), "split columns": lambda w: w.split(32, dim=1),
+    "chunk": lambda w: w.chunk(4), "tensor_split": lambda w: torch.tensor_split(w, 2),
+    "hsplit": lambda w: torch.hsplit(w, 2), "inside a block": lambda w: w[3:5, 1:7], "row": lambda w: w[3],
+    "last row": lambda w: w[-1], "column": lambda w: w[:, 63], "select": lambda w: w.select(1, -2),
+    "element": lambda w: w[3, 5], "unbind": lambda w: w.unbind(), "iterate": lambda w: list(w.t()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*SPECS, *LUTS])
@@ -129,13 +104,13 @@ INDICES = [torch.tensor([5, 0, 5]), torch.tensor([-1, -32]), torch.tensor([], dt
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
 @pytest.mark.parametrize("name", [name for name in [*SPECS, *LUTS] if " block" not in name])
-def test_rows_by_index(name: str, index: Tensor) -> None:
+def test_rows_by_index(name: str, index: torch.Tensor) -> None:
     w = quantized(name)
     check_exact(lambda w: w[index], w)
     check_exact(lambda w: w[index.tolist()], w)
     check_exact(lambda w: w.index_select(0, index % 32), w)
     check_exact(lambda w: w[torch.isin(torch.arange(32), index)], w)
-    assert torch.equal(functional.embedding(index % 32, w), w.dequantize()[index])
+    assert torch.equal(torch.nn.functional.embedding(index % 32, w), w.dequantize()[index])
 
 
 def test_indices_and_empty_tensors() -> None:
@@ -149,7 +124,7 @@ def test_indices_and_empty_tensors() -> None:
         lambda w: w[torch.ones(31, dtype=torch.bool)],
         lambda w: w[32],
         lambda w: w.index_select(0, torch.tensor([32])),
-        lambda w: functional.embedding(torch.tensor([32]), w),
+        lambda w: torch.nn.functional.embedding(torch.tensor([32]), w),
     ]:
         with pytest.raises((IndexError, RuntimeError)):
             operation(w.dequantize())

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 
 class Mlp(nn.Module):
@@ -14,7 +13,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(x)))
+        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Convnet(nn.Module):
@@ -28,8 +27,8 @@ class Convnet(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.grouped(functional.relu(self.stem(x))).relu()
-        return self.head(functional.relu(self.line(x.flatten(2))).mean(-1))
+        x = self.grouped(nn.functional.relu(self.stem(x))).relu()
+        return self.head(nn.functional.relu(self.line(x.flatten(2))).mean(-1))
 
 
 class Llama(nn.Module):
@@ -65,10 +64,10 @@ class Llama(nn.Module):
         k = self.rotate(self.k(y).view(batch, length, self.shared, -1).transpose(1, 2))
         v = self.v(y).view(batch, length, self.shared, -1).transpose(1, 2)
         k, v = (t.repeat_interleave(self.heads // self.shared, 1) for t in (k, v))
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(attended.transpose(1, 2).flatten(2))
         y = self.norm_mlp(x)
-        return self.head(x + self.down(functional.silu(self.gate(y)) * self.up(y)))
+        return self.head(x + self.down(nn.functional.silu(self.gate(y)) * self.up(y)))
 
 
 def made(kind: Callable[[], nn.Module]) -> nn.Module:

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import qtorch
-from qtorch import quantize_
-from qtorch.primitives import compute_error
 from tests.export.models import Convnet, Llama, Mlp, made
 from tests.fast_part import slow_but
 from tests.refusals import refuses
@@ -35,7 +32,7 @@ def run(path: Path, *inputs: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})[0])
 
 
-def exported(model: nn.Module, inputs: Iterable[torch.Tensor], path: Path, **options: Any) -> Any:
+def exported(model: torch.nn.Module, inputs: Iterable[torch.Tensor], path: Path, **options: Any) -> Any:
     """The file that `qtorch.export.onnx` writes, checked by onnx."""
     qtorch.export.onnx(model, tuple(inputs), path, **options)
     onnx.checker.check_model(path, full_check=False)
@@ -79,7 +76,7 @@ def test_weights_are_integers_in_the_file(name: str, tmp_path: Path) -> None:
     recipe, type_, bits, operator = SCHEMES[name]
     model = made(lambda: Mlp(192))
     floats = copy.deepcopy(model)
-    quantize_(model, recipe)
+    qtorch.quantize_(model, recipe)
     x = torch.randn(2, 5, 192)
     file = exported(model, [x], tmp_path / "model.onnx")
     assert types(file) == {"up.weight_qdata": type_, "down.weight_qdata": type_}
@@ -94,33 +91,33 @@ def test_weights_are_integers_in_the_file(name: str, tmp_path: Path) -> None:
     y, expected = run(tmp_path / "model.onnx", x), model(x)
     if recipe.linear_spec().activation is not None:  # type: ignore[attr-defined]
         # The same codes and sums: only a code of the second layer can move, since gelu is not the same to the last bit.
-        assert compute_error(expected, y) > 55
+        assert qtorch.compute_error(expected, y) > 55
     else:
-        assert compute_error(expected, y) > 105
-    assert compute_error(floats(x), y) < 60  # it is quantized
+        assert qtorch.compute_error(expected, y) > 105
+    assert qtorch.compute_error(floats(x), y) < 60  # it is quantized
 
 
 def test_integers_and_stored_weights(tmp_path: Path) -> None:
     """Without a function between that ONNX Runtime approximates."""
-    model = made(lambda: nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64)))
-    quantize_(model, qtorch.int8_dynamic_activation_int8_weight())
+    model = made(lambda: torch.nn.Sequential(torch.nn.Linear(256, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)))
+    qtorch.quantize_(model, qtorch.int8_dynamic_activation_int8_weight())
     x = 3 * torch.randn(4, 256)
     file = exported(model, [x], tmp_path / "model.onnx")
     assert torch.equal(run(tmp_path / "model.onnx", x), model(x))
     # uint8 * uint8 is exact on every processor in ONNX Runtime, unlike uint8 * int8.
     assert types(file) == {"0.weight_qdata": "UINT8", "2.weight_qdata": "UINT8"}
     model = made(Mlp)
-    quantize_(model, qtorch.int8_static_activation_int8_weight(0.03))
+    qtorch.quantize_(model, qtorch.int8_static_activation_int8_weight(0.03))
     x = torch.randn(3, 64)
     file = exported(model, [x], tmp_path / "model.onnx", activations="qdq")
     kinds = [node.op_type for node in file.graph.node]
     assert kinds.count("QuantizeLinear") == 2
     assert kinds.count("DequantizeLinear") == 4
     assert types(file) == {"up.weight_qdata": "INT8", "down.weight_qdata": "INT8"}
-    assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 40
+    assert qtorch.compute_error(model(x), run(tmp_path / "model.onnx", x)) > 40
     # (K, N), with the groups along K: what ONNX Runtime fuses into a product with 4-bit weights.
     model = made(Mlp)
-    quantize_(model, qtorch.int4_weight_only(group_size=32))
+    qtorch.quantize_(model, qtorch.int4_weight_only(group_size=32))
     file = exported(model, [torch.randn(2, 3, 64)], tmp_path / "model.onnx")
     assert operators(file) == {"DequantizeLinear", "MatMul", "Add", "Gelu"} or "Transpose" not in operators(file)
     shapes = {each.name: tuple(each.dims) for each in file.graph.initializer}
@@ -137,11 +134,11 @@ def test_integers_and_stored_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", slow_but(["integer"], ["integer", "qdq"]))
 def test_dynamic_asymmetric_activations(group: str, tmp_path: Path) -> None:
     model = made(Mlp)
-    quantize_(model, qtorch.int8_dynamic_activation_int4_weight())
+    qtorch.quantize_(model, qtorch.int8_dynamic_activation_int4_weight())
     x = torch.randn(3, 64)
     file = exported(model, [x], tmp_path / "model.onnx", activations=group)
     assert set(types(file).values()) == {"INT4"}
-    assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 50
+    assert qtorch.compute_error(model(x), run(tmp_path / "model.onnx", x)) > 50
 
 
 @pytest.mark.parametrize(("recipe", "activations"), [
@@ -151,12 +148,12 @@ def test_dynamic_asymmetric_activations(group: str, tmp_path: Path) -> None:
 ], ids=["weight-only", "dynamic", "static"])  # fmt: skip
 def test_convnet(recipe: Any, activations: str, tmp_path: Path) -> None:
     model = made(Convnet)
-    quantize_(model, dict.fromkeys(["stem", "grouped", "line", "head"], recipe))
+    qtorch.quantize_(model, dict.fromkeys(["stem", "grouped", "line", "head"], recipe))
     x = torch.randn(2, 3, 12, 12)
     file = exported(model, [x], tmp_path / "model.onnx", activations=activations)
     assert len(types(file)) == 4
     assert set(types(file).values()) <= {"INT8", "UINT8"}
-    assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 45
+    assert qtorch.compute_error(model(x), run(tmp_path / "model.onnx", x)) > 45
 
 
 @pytest.mark.slow
@@ -164,7 +161,7 @@ def test_convnet(recipe: Any, activations: str, tmp_path: Path) -> None:
 def test_llama_of_every_length(name: str, tmp_path: Path) -> None:
     """The table of the embedding, tied to the head, is in the file once."""
     model = made(Llama)
-    quantize_(model, {"embed|head": SCHEMES[name][0], r".*": qtorch.int4_weight_only(group_size=32)})
+    qtorch.quantize_(model, {"embed|head": SCHEMES[name][0], r".*": qtorch.int4_weight_only(group_size=32)})
     length = torch.export.Dim("length", min=2, max=32)
     ids = torch.randint(128, (1, 7))
     file = exported(model, [ids], tmp_path / "model.onnx", dynamic_shapes=({1: length},))
@@ -174,38 +171,34 @@ def test_llama_of_every_length(name: str, tmp_path: Path) -> None:
     assert not [each for each in file.graph.initializer if each.data_type == 1 and math.prod(each.dims) >= 64 * 64]
     for count in (3, 20):
         ids = torch.randint(128, (1, count))
-        assert compute_error(model(ids), run(tmp_path / "model.onnx", ids)) > 85
+        assert qtorch.compute_error(model(ids), run(tmp_path / "model.onnx", ids)) > 85
 
 
 def test_torch_onnx_export_takes_the_translations(tmp_path: Path) -> None:
     model = made(Mlp)
-    quantize_(model, qtorch.int4_weight_only(group_size=32))
+    qtorch.quantize_(model, qtorch.int4_weight_only(group_size=32))
     x = torch.randn(3, 64)
     program = torch.onnx.export(
-        qtorch.export.portable(model),
-        (x,),
-        dynamo=True,
-        opset_version=21,
-        custom_translation_table=qtorch.export.onnx_translations(),
-        verbose=False,
-    )
+        qtorch.export.portable(model), (x,), dynamo=True, opset_version=21,
+        custom_translation_table=qtorch.export.onnx_translations(), verbose=False,
+    )  # fmt: skip
     program.save(tmp_path / "model.onnx")
     assert set(types(onnx.load(tmp_path / "model.onnx")).values()) == {"UINT8"}
-    assert compute_error(model(x), run(tmp_path / "model.onnx", x)) > 105
+    assert qtorch.compute_error(model(x), run(tmp_path / "model.onnx", x)) > 105
 
 
 def test_codes_of_all_values_survive_and_errors(tmp_path: Path) -> None:
     """Every code of int4, the negative ones too."""
-    layer = nn.Linear(32, 4, bias=False)
+    layer = torch.nn.Linear(32, 4, bias=False)
     layer.weight.data = torch.arange(-64, 64).reshape(4, 32).float() / 8
-    model = nn.Sequential(layer).eval().requires_grad_(False)
-    quantize_(model, qtorch.intx_weight_only("int4", group_size=32))
+    model = torch.nn.Sequential(layer).eval().requires_grad_(False)
+    qtorch.quantize_(model, qtorch.intx_weight_only("int4", group_size=32))
     exported(model, [torch.eye(32)], tmp_path / "model.onnx")
     y = run(tmp_path / "model.onnx", torch.eye(32))
     assert torch.equal(y, model[0].weight.dequantize().t())
     assert np.unique(model[0].weight.plain()[0].numpy()).size == 15
     model = made(Mlp)
-    quantize_(model, {"up": qtorch.mxfp4_dynamic_activation_mxfp4_weight()})
+    qtorch.quantize_(model, {"up": qtorch.mxfp4_dynamic_activation_mxfp4_weight()})
     with pytest.raises(ValueError, match=r"up\.weight quantizes its input to float4_e2m1"):
         qtorch.export.onnx(model, (torch.randn(2, 64),), tmp_path / "refused.onnx")
     refuses("opset_version is 18", lambda: qtorch.export.onnx(model, (torch.randn(2, 64),), opset_version=18))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import torch
-from torch import nn
 
 import qtorch
 
@@ -57,12 +56,9 @@ def run_tests_with(page: str, folder: Path, *arguments: str) -> dict[str, str]:
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", file.module, "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, f"--junitxml={report}", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
+        [*command, f"--junitxml={report}", *arguments], capture_output=True, text=True, cwd=ROOT,
         env=environment(folder),
-    )
+    )  # fmt: skip
     assert report.exists(), done.stdout + done.stderr
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
@@ -87,16 +83,16 @@ def run_file(page: str, folder: Path) -> str:
 
 def layers(recipe: object, k: int, n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Any, Any]:
     """A float layer with normal weights, and the same layer by `recipe`."""
-    in_float = nn.Linear(k, n, device=device, dtype=dtype)
-    nn.init.normal_(in_float.weight)
+    in_float = torch.nn.Linear(k, n, device=device, dtype=dtype)
+    torch.nn.init.normal_(in_float.weight)
     quantized = copy.deepcopy(in_float)
     qtorch.quantize_(quantized, recipe)
     return in_float, quantized
 
 
-def reloaded(layer: nn.Linear, folder: Path) -> Any:
+def reloaded(layer: torch.nn.Linear, folder: Path) -> Any:
     """The layer that a file of this one gives."""
     qtorch.save_quantized(layer, folder / "layer.safetensors")
     with torch.device("meta"):
-        made = nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
+        made = torch.nn.Linear(layer.in_features, layer.out_features, dtype=layer.weight.dtype)
     return qtorch.load_quantized(made, folder / "layer.safetensors", device=layer.bias.device)

@@ -79,11 +79,9 @@ def test_with_the_tests_over_all_of_its_kind(page: str, tmp_path: Path) -> None:
 
 
 SAID = {
-    "kernel": "runs my_float5_linear",
-    "layout": "runs nibbles_weight_mm",
-    "recipe": "loss of the converted model 0.0",
+    "kernel": "runs my_float5_linear", "layout": "runs nibbles_weight_mm", "recipe": "loss of the converted model 0.0",
     "number_format": "SQNR ",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", slow_but(["recipe"], SAID))

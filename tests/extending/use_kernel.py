@@ -10,13 +10,9 @@ from pathlib import Path
 import my_kernel
 import pytest
 import torch
-from torch.nn import functional
 
 import qtorch
-from qtorch.kernels import features, record_kernels, register
-from qtorch.kernels.linear import reference
-from qtorch.kernels.registry import Problem, candidates, choose
-from qtorch.primitives import ZeroPointDomain
+from qtorch.kernels import features, record_kernels, register, registry
 from tests.extending.pages import layers, reloaded
 from tests.kernels.triton.interpreter import install
 from tests.rounding import assert_same_product
@@ -27,15 +23,9 @@ if DEVICE == "cpu":
     install()
     # The same kernel as on a GPU, for the tests that ask the registry for CUDA kernels and interpret them.
     register(
-        "linear",
-        layout="packed",
-        weight=("float5_e2m2", "float5_e3m1"),
-        activation=(),
-        device="cuda",
-        priority=30,
-        supports=my_kernel._supports,
-        name="my_float5_linear_on_cuda",
-    )(my_kernel.my_float5_linear)
+        "linear", layout="packed", weight=("float5_e2m2", "float5_e3m1"), activation=(), device="cuda", priority=30,
+        supports=my_kernel._supports, name="my_float5_linear_on_cuda",
+    )(my_kernel.my_float5_linear)  # fmt: skip
 
 FORMATS = {(2, 2): (22, 30), (3, 1): (18, 26)}
 """SQNR in dB of a layer with normal weights: at least, at most."""
@@ -57,7 +47,7 @@ def test_a_quantized_layer_runs_it(ebits: int, mbits: int, dtype: torch.dtype, t
         y = quantized(x)
     assert ran == ["linear:my_float5_linear", "my_float5_mm"]
     assert (y.dtype, y.shape) == (dtype, (3, 5, 70))
-    expected = reference.linear(x, quantized.weight, quantized.bias)
+    expected = qtorch.kernels.linear.reference.linear(x, quantized.weight, quantized.bias)
     # The products are exact and their sums in fp32: the results may well be the same bits.
     assert qtorch.compute_error(expected, y) > {torch.float32: 105, torch.float16: 55, torch.bfloat16: 38}[dtype]
     low, high = FORMATS[ebits, mbits]
@@ -77,10 +67,10 @@ def test_every_code_is_decoded(ebits: int, mbits: int) -> None:
     dtype = qtorch.primitives.qdtype(f"float5_e{ebits}m{mbits}")
     codes = torch.stack([torch.arange(32).roll(shift) for shift in range(32)]).repeat(1, 2).to(torch.uint8)
     spec = qtorch.LinearSpec(
-        qtorch.QuantSpec(dtype, zero_point_domain=ZeroPointDomain.NONE), layout=qtorch.PackedLayout()
+        qtorch.QuantSpec(dtype, zero_point_domain=qtorch.primitives.ZeroPointDomain.NONE), layout=qtorch.PackedLayout()
     )
     weight = qtorch.AffineQuantizedTensor.from_plain(codes, torch.ones(32, 1), None, spec, torch.float32).to(DEVICE)
-    y = functional.linear(torch.eye(64, device=DEVICE), weight)
+    y = torch.nn.functional.linear(torch.eye(64, device=DEVICE), weight)
     assert torch.equal(y.t().cpu(), dtype.decode(codes))
 
 
@@ -89,7 +79,7 @@ def test_every_code_is_decoded(ebits: int, mbits: int) -> None:
 def test_shapes(shape: tuple[int, ...]) -> None:
     _, quantized, _ = layer(2, 2, n=8, k=96)
     x = torch.randn(shape, device=DEVICE)
-    expected = reference.linear(x, quantized.weight, quantized.bias)
+    expected = qtorch.kernels.linear.reference.linear(x, quantized.weight, quantized.bias)
     assert_same_product(quantized(x), expected, x, quantized.weight.dequantize(), quantized.bias)
 
 
@@ -98,13 +88,13 @@ def test_the_fallback_serves_what_it_refuses(monkeypatch: pytest.MonkeyPatch) ->
     def reason(spec: qtorch.QuantSpec, dtype: torch.dtype = torch.float32, view=lambda weight: weight) -> str | None:
         linear = qtorch.LinearSpec(spec, layout=qtorch.PackedLayout())
         weight = view(qtorch.AffineQuantizedTensor.from_float(torch.randn(32, 64), linear))
-        problem = Problem("linear", weight.scheme, dtype, DEVICE)
-        found = {kernel.name: why for kernel, why in candidates(problem)}["my_float5_linear"]
+        problem = registry.Problem("linear", weight.scheme, dtype, DEVICE)
+        found = {kernel.name: why for kernel, why in registry.candidates(problem)}["my_float5_linear"]
         fallbacks = ("cpu_weight_only_mm", "cpu_transposed_mm", "packed_weight_mm")
-        assert found is None or choose(problem).name in fallbacks
+        assert found is None or registry.choose(problem).name in fallbacks
         return found
 
-    spec = qtorch.QuantSpec("float5_e2m2", zero_point_domain=ZeroPointDomain.NONE)
+    spec = qtorch.QuantSpec("float5_e2m2", zero_point_domain=qtorch.primitives.ZeroPointDomain.NONE)
     assert reason(spec) is None
     assert "transposed" in reason(spec, view=lambda weight: weight.t())
     assert "one scale for each output channel" in reason(spec.with_granularity(qtorch.PerGroup(32)))

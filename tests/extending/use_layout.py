@@ -9,7 +9,6 @@ from my_layout import NibblesLayout, nibbles_weight_mm
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import needs_matrix, register
 from tests.extending.pages import layers, reloaded
 
@@ -33,7 +32,7 @@ def test_a_quantized_layer_runs_its_kernel(name: str, dtype: torch.dtype, tmp_pa
         warnings.simplefilter("error")
         y = quantized(x)
     assert ran == ["linear:nibbles_weight_mm"]
-    expected = reference.linear(x, quantized.weight, quantized.bias)
+    expected = qtorch.kernels.linear.reference.linear(x, quantized.weight, quantized.bias)
     assert qtorch.compute_error(expected, y) > {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}[dtype]
     low, high = SQNR[name]
     assert low < qtorch.compute_error(in_float(x), y) < high

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from my_format import FLOAT7, RootMeanSquareRule, float7_weight_only
-from torch import nn
 
 import qtorch
-from qtorch.kernels import record_kernels
-from qtorch.kernels.linear import reference
 from qtorch.primitives import MinMaxRule, qdtype
 from tests.extending.pages import layers, reloaded
 
@@ -59,12 +56,12 @@ def test_the_rule() -> None:
 def test_a_quantized_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     in_float, quantized = layers(float7_weight_only(), 128, 48, dtype)
     x = torch.randn(5, 128, dtype=dtype)
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = quantized(x)
     assert ran[0] == "linear:packed_weight_mm"
     (explained,) = qtorch.explain(quantized, x)
     assert explained.kernel == "packed_weight_mm"
-    expected = reference.linear(x, quantized.weight, quantized.bias)
+    expected = qtorch.kernels.linear.reference.linear(x, quantized.weight, quantized.bias)
     assert qtorch.compute_error(expected, y) > (105 if dtype == torch.float32 else 38)
     assert 26 < qtorch.compute_error(in_float(x), y) < 38
     assert quantized.weight.nbytes == 48 * 128 * 7 // 8 + 48 * 2 * dtype.itemsize
@@ -87,7 +84,7 @@ def test_an_outlier_clips_and_the_others_keep_their_precision() -> None:
 def test_training_in_the_new_format() -> None:
     spec = qtorch.QuantSpec(FLOAT7, qtorch.PerRow(), zero_point_domain=qtorch.ZeroPointDomain.NONE)
     gemm = qtorch.training.GemmSpec(spec, spec)
-    layer = nn.Linear(64, 32)
+    layer = torch.nn.Linear(64, 32)
     qtorch.quantize_(layer, qtorch.training.mixed_precision_training(qtorch.training.TrainingSpec(gemm, gemm, gemm)))
     x = torch.randn(40, 64, requires_grad=True)
     layer(x).square().sum().backward()

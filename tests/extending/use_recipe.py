@@ -5,12 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from my_recipe import int6_weight_training, int8_dynamic_activation_int6_weight
-from torch import nn
-from torch.nn import functional
 
 import qtorch
-from qtorch.kernels import record_kernels
-from qtorch.kernels.linear import reference
 from tests.extending.pages import layers, reloaded
 
 
@@ -19,13 +15,13 @@ from tests.extending.pages import layers, reloaded
 def test_inference(group_size: int, tmp_path: Path) -> None:
     in_float, quantized = layers(int8_dynamic_activation_int6_weight(group_size), 128, 48)
     x = torch.randn(7, 128)
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = quantized(x)
     (explained,) = qtorch.explain(quantized, x)
     assert ran[0] == f"linear:{explained.kernel}"
     assert explained.kernel in ("cpu_int8_mm", "packed_int8_scaled_mm", "cuda_int8_mm")
     # Integers are summed exactly: the same bits as the reference.
-    assert torch.equal(y, reference.linear(x, quantized.weight, quantized.bias))
+    assert torch.equal(y, qtorch.kernels.linear.reference.linear(x, quantized.weight, quantized.bias))
     assert 27 < qtorch.compute_error(in_float(x), y) < 40
     assert quantized.weight.nbytes == 48 * 128 * 6 // 8 + 4 * 48 * (1 if group_size == -1 else 128 // group_size)
 
@@ -53,12 +49,12 @@ def test_training_by_hand() -> None:
 def test_it_learns_and_converts_without_loss() -> None:
     x = torch.randn(256, 64)
     wanted = x.roll(1, 1)
-    model = nn.Linear(64, 64)
+    model = torch.nn.Linear(64, 64)
     qtorch.quantize_(model, int6_weight_training())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(150):
-        losses.append(functional.mse_loss(model(x), wanted))
+        losses.append(torch.nn.functional.mse_loss(model(x), wanted))
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()

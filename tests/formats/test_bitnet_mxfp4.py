@@ -10,14 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import load_quantized, quantize_
 from qtorch.checkpoint.streaming.quantize_checkpoint import convert_checkpoint
-from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.transposed_weight import TransposedWeight
 from qtorch.training import bitnet_training, convert
-from tests.formats import folders
+from tests.formats import folders, test_float8
 from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
-from tests.formats.test_float8 import E2M1
 
 SHAPE = OUTPUTS, INPUTS = 32, 64
 PACKED = {"linear_class": "bitlinear"}
@@ -59,8 +55,8 @@ def test_layers(settings: dict[str, str], dtype: torch.dtype, tmp_path: Path) ->
 def test_the_scheme_is_that_of_training(tmp_path: Path) -> None:
     """But for the smallest scale of an input."""
     model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False)).bfloat16()
-    quantize_(model, bitnet_training())
-    quantize_(model, convert())
+    qtorch.quantize_(model, bitnet_training())
+    qtorch.quantize_(model, convert())
     trained: Any = model[0].weight
     read = load(write(tmp_path / "model", layer(), 1, config()), SHAPE).scheme
     assert (read.weight, read.layout) == (trained.scheme.weight, trained.scheme.layout)
@@ -126,7 +122,7 @@ def by_transformers(linear_class: str, dtype: torch.dtype, folder: Path) -> Any:
 def loaded(theirs: Any, folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_config(theirs.config, dtype=theirs.dtype)
-    return load_quantized(model, folder).eval()
+    return qtorch.load_quantized(model, folder).eval()
 
 
 @pytest.fixture
@@ -142,7 +138,7 @@ def test_a_model_computes_as_in_transformers(linear_class: str, eager: None, tmp
     for dtype, least in ((torch.float32, 110), (torch.bfloat16, 28)):
         theirs = by_transformers(linear_class, dtype, tmp_path / f"{dtype}")
         ours = loaded(theirs, tmp_path / f"{dtype}")
-        assert sum(isinstance(weight, QuantizedTensor) for weight in ours.parameters()) == 14
+        assert sum(isinstance(weight, qtorch.dtypes.QuantizedTensor) for weight in ours.parameters()) == 14
         one, other = theirs.model.layers[0].mlp.up_proj, ours.model.layers[0].mlp.up_proj
         x = torch.randn(9, 64, dtype=dtype)
         x[3], x[4] = 0, x[4] * 1e-7
@@ -194,7 +190,7 @@ def decoded_of_mxfp4(tensors: dict[str, Tensor]) -> Tensor:
             values = []
             for block, exponent in zip(row, exponents, strict=True):
                 nibbles = [nibble for byte in block for nibble in (byte & 15, byte >> 4)]
-                values += [(-1.0) ** (n >> 3) * E2M1[n & 7] * 2.0 ** (exponent - 127) for n in nibbles]
+                values += [(-1.0) ** (n >> 3) * test_float8.E2M1[n & 7] * 2.0 ** (exponent - 127) for n in nibbles]
             rows.append(values)
     experts, inputs, outputs = MXFP4_SHAPE
     return to_dtype(rows, torch.bfloat16).reshape(experts, outputs, inputs).mT.contiguous()
@@ -205,7 +201,7 @@ def test_experts(with_method: bool, tmp_path: Path) -> None:
     """Also recognized by the names that gpt-oss gives its tensors."""
     tensors = layer_of_mxfp4()
     folder = write(tmp_path / "model", tensors, 2, quantized_config("mxfp4", "bfloat16"))
-    assert isinstance(check(folder, decoded_of_mxfp4(tensors), "", 4.3), TransposedWeight)
+    assert isinstance(check(folder, decoded_of_mxfp4(tensors), "", 4.3), qtorch.dtypes.TransposedWeight)
     if not with_method:
         names = {f"mlp.experts.down_proj_{part}": tensors[f"layer.weight_{part}"] for part in ("blocks", "scales")}
         with qtorch.checkpoint.sources.open_source(write(tmp_path / "other", names)) as source:
@@ -233,9 +229,7 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
 def test_missing_scales_and_those_of_transformers(tmp_path: Path) -> None:
     tensors = layer_of_mxfp4()
     del tensors["layer.weight_scales"]
-    refused(
-        write(tmp_path / "model", tensors, 1, quantized_config("mxfp4")), MXFP4_SHAPE, "layer.weight_scales is missing"
-    )
+    refused(write(tmp_path / "m", tensors, 1, quantized_config("mxfp4")), MXFP4_SHAPE, "layer.weight_scales is missing")
     # Bit for bit with the sign of zeros, of every code with every scale.
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(1, 255, 16, 16)
@@ -275,7 +269,7 @@ def gpt_oss(folder: Path) -> Any:
 def loaded_of_mxfp4(config: Any, folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return load_quantized(model, folder).eval()
+    return qtorch.load_quantized(model, folder).eval()
 
 
 def test_gpt_oss_computes_as_dequantized_by_transformers(tmp_path: Path) -> None:
@@ -285,7 +279,7 @@ def test_gpt_oss_computes_as_dequantized_by_transformers(tmp_path: Path) -> None
     options = {"quantization_config": transformers.Mxfp4Config(dequantize=True), "dtype": torch.bfloat16}
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
     ours = loaded_of_mxfp4(config, tmp_path)
-    packed = [name for name, weight in ours.named_parameters() if isinstance(weight, TransposedWeight)]
+    packed = [name for name, weight in ours.named_parameters() if isinstance(weight, qtorch.dtypes.TransposedWeight)]
     assert len(packed) == 4
     for name, weight in ours.named_parameters():
         value = weight.dequantize() if name in packed else weight

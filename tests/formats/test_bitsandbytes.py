@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from qtorch import explain, load_quantized, save_quantized
 from qtorch.dtypes import QuantizedTensor
@@ -20,7 +19,7 @@ STATE = "layer.weight.quant_state.bitsandbytes__"
 
 def layer(
     kind: str, nested: bool, blocksize: int = 64, dtype: torch.dtype = torch.bfloat16, shape: Any = SHAPE
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The tensors that bitsandbytes stores, and the weight that they stand for."""
     weight = torch.randn(shape).to(dtype)
     packed, state = functional.quantize_4bit(
@@ -31,7 +30,7 @@ def layer(
     return tensors, functional.dequantize_4bit(packed, state).reshape(shape)
 
 
-def folder(tmp_path: Path, tensors: dict[str, Tensor], dtype: str = "float16", **settings: object) -> Path:
+def folder(tmp_path: Path, tensors: dict[str, torch.Tensor], dtype: str = "float16", **settings: object) -> Path:
     return write(tmp_path / "model", tensors, 2, quantized_config("bitsandbytes", dtype, **settings))
 
 
@@ -41,11 +40,9 @@ def folder(tmp_path: Path, tensors: dict[str, Tensor], dtype: str = "float16", *
 def test_4_bits(kind: str, nested: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors, wanted = layer(kind, nested, dtype=dtype)
     check(
-        folder(tmp_path, tensors, load_in_4bit=True),
-        wanted,
-        "lut_weight_mm",
+        folder(tmp_path, tensors, load_in_4bit=True), wanted, "lut_weight_mm",
         4 + 32 / 64 + 16 * 32 / (OUTPUTS * INPUTS),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -82,21 +79,19 @@ def test_blocks_that_end_inside_rows(inputs: int, blocksize: int, part: int, nes
 
 
 def test_tiny_parts_and_int8(tmp_path: Path) -> None:
-    tensors, _ = layer("nf4", False, shape=(8, 100))
-    refused(folder(tmp_path, tensors), (8, 100), r"layer.weight: groups of 64 in rows of 100 end inside rows")
-    tensors, wanted = layer("nf4", True)
-    file = write(tmp_path / "alone", tensors) / "model.safetensors"
+    parts, _ = layer("nf4", False, shape=(8, 100))
+    refused(folder(tmp_path, parts), (8, 100), r"layer.weight: groups of 64 in rows of 100 end inside rows")
+    parts, wanted = layer("nf4", True)
+    file = write(tmp_path / "alone", parts) / "model.safetensors"
     model = load_quantized(Layer(*SHAPE), file)
     assert torch.equal(model.layer.weight.dequantize(), wanted)
     # Codes are exact. Numbers are rounded once more or less than by bitsandbytes, which multiplies by 1 / 127 last.
     weight = torch.randn(OUTPUTS, INPUTS).half()
     codes, scb, _ = functional.int8_vectorwise_quant(weight)
     stored = {"layer.weight": codes, "layer.SCB": scb, "layer.weight_format": torch.tensor(0, dtype=torch.uint8)}
-    tensors = {**stored, **plain_tensors(INPUTS, torch.float32)}
+    parts = {**stored, **plain_tensors(INPUTS, torch.float32)}
     wanted = codes.float() * (scb / 127).reshape(-1, 1)
-    loaded = check(
-        folder(tmp_path, tensors, "float32", load_in_8bit=True), wanted, "cpu_weight_only_mm", 8 + 32 / INPUTS
-    )
+    loaded = check(folder(tmp_path, parts, "float32", load_in_8bit=True), wanted, "cpu_weight_only_mm", 8 + 32 / INPUTS)
     assert torch.equal(loaded.inner_tensors["qdata"], codes)
     theirs = functional.int8_vectorwise_dequant(codes, scb)
     difference = ((loaded.dequantize() - theirs).abs() / theirs.abs().clamp(min=1e-9)).max()
@@ -111,7 +106,7 @@ def test_codes_stored_in_another_dtype(storage: torch.dtype, tmp_path: Path) -> 
     assert torch.equal(load(folder(tmp_path, tensors), SHAPE).dequantize(), wanted)
 
 
-def state(tensors: dict[str, Tensor], **change: object) -> dict[str, Tensor]:
+def state(tensors: dict[str, torch.Tensor], **change: object) -> dict[str, torch.Tensor]:
     data = json.loads(bytes(tensors[f"{STATE}nf4"].tolist()))
     text = json.dumps({**data, **change}).encode()
     return {**tensors, f"{STATE}nf4": torch.tensor(list(text), dtype=torch.uint8)}

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("gguf")
 pytest.importorskip("bitsandbytes")
@@ -26,7 +25,6 @@ import numpy as np
 import qtorch
 from qtorch.checkpoint.formats.gguf.block_types import type_of
 from qtorch.checkpoint.save_folder import SAVE_FORMATS
-from qtorch.dtypes import QuantizedTensor
 from tests.attack.readers import FOLDERS, SHAPES
 from tests.every_recipe import K_TYPES, NAMES, make
 from tests.formats.folders import Layer
@@ -45,19 +43,19 @@ that transformers loads where qtorch is installed. Graphs in ONNX are another th
 """
 
 
-def values(weight: Tensor) -> Tensor:
-    return weight.dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else weight.detach()
+def values(weight: torch.Tensor) -> torch.Tensor:
+    return weight.dequantize(torch.float32) if isinstance(weight, qtorch.dtypes.QuantizedTensor) else weight.detach()
 
 
-def as_block(weight: Any) -> Tensor:
+def as_block(weight: Any) -> torch.Tensor:
     """What the package gguf reads of the blocks that are written for a weight."""
-    if not isinstance(weight, QuantizedTensor):
+    if not isinstance(weight, qtorch.dtypes.QuantizedTensor):
         return weight.detach()
     kind, blocks = type_of(weight)
     return torch.from_numpy(np.array(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])))
 
 
-def outcome(weight: Tensor, written: Callable[[], Tensor] | None, folder: Path) -> str:
+def outcome(weight: torch.Tensor, written: Callable[[], torch.Tensor] | None, folder: Path) -> str:
     """`EXACT`, or what the error says; fails where other numbers are written. None: in blocks of GGUF."""
     try:
         found = written() if written else as_block(weight)
@@ -75,7 +73,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str, str]]:
         source, shape = make_folder(folder / name), SHAPES.get(name, (32, 64))
         weight = qtorch.load_quantized(Layer(*shape), source).layer.weight
 
-        def converted(target: str, source: Path, shape: tuple[int, ...]) -> Tensor:
+        def converted(target: str, source: Path, shape: tuple[int, ...]) -> torch.Tensor:
             place = folder / f"{source.name} {target}{'.safetensors' if target == 'qtorch' else ''}"
             qtorch.convert_checkpoint(source, place, format=target)
             return values(qtorch.load_quantized(Layer(*shape), place).layer.weight)
@@ -89,7 +87,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str, str]]:
         recipe = make(name, 32)
         qtorch.quantize_(model, recipe)
 
-        def saved(target: str, model: Layer, name: str) -> Tensor:
+        def saved(target: str, model: Layer, name: str) -> torch.Tensor:
             place = folder / f"{name} {target}{'.safetensors' if target == 'qtorch' else ''}"
             qtorch.save_quantized(model, place, format=target)
             return values(qtorch.load_quantized(Layer(64, 256).bfloat16(), place).layer.weight)

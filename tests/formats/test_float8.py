@@ -5,19 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def e4m3(*shape: int) -> Tensor:
+def e4m3(*shape: int) -> torch.Tensor:
     """Random codes without NaN."""
     return torch.randn(shape).to(torch.float8_e4m3fn)
 
 
-def modelopt(tmp_path: Path, tensors: dict[str, Tensor], algorithm: str = "NVFP4") -> Path:
+def modelopt(tmp_path: Path, tensors: dict[str, torch.Tensor], algorithm: str = "NVFP4") -> Path:
     return write(tmp_path / "model", tensors, 2, quantized_config("modelopt", "bfloat16", quant_algo=algorithm))
 
 
@@ -25,11 +24,9 @@ def blocks(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
-def by_blocks(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def by_blocks(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     values, factors = codes.float().tolist(), scale.float().tolist()
-    rows = [
-        [value * factors[o // block[0]][i // block[1]] for i, value in enumerate(row)] for o, row in enumerate(values)
-    ]
+    rows = [[value * factors[o // block[0]][i // block[1]] for i, value in enumerate(r)] for o, r in enumerate(values)]
     return to_dtype(rows, dtype)
 
 
@@ -81,11 +78,9 @@ def test_scales_of_zero(tmp_path: Path) -> None:
 def test_one_scale_for_the_tensor_or_for_each_row(method: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     codes, scale = e4m3(32, 64), torch.rand(shape) + 0.1
     tensors = {
-        "layer.weight": codes,
-        "layer.weight_scale": scale,
-        "layer.input_scale": torch.tensor(0.5),
+        "layer.weight": codes, "layer.weight_scale": scale, "layer.input_scale": torch.tensor(0.5),
         **plain_tensors(64, torch.bfloat16),
-    }
+    }  # fmt: skip
     config = quantized_config(method, "bfloat16", **({"quant_algo": "FP8"} if method == "modelopt" else {}))
     factors = scale.reshape(-1, 1).expand(32 if scale.numel() == 1 else -1, 1)
     wanted = by_blocks(codes, factors, (1, 64), torch.bfloat16)
@@ -100,7 +95,7 @@ def test_blocks_of_modelopt(shape: tuple[int, ...], tmp_path: Path) -> None:
     check(folder, by_blocks(codes, scale, (128, 128), torch.bfloat16), "weight_only_mm", 8.1)
 
 
-def nvfp4(outputs: int = 32, inputs: int = 64) -> dict[str, Tensor]:
+def nvfp4(outputs: int = 32, inputs: int = 64) -> dict[str, torch.Tensor]:
     return {
         "layer.weight": torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8),
         "layer.weight_scale": (torch.rand(outputs, inputs // 16) * 400 + 1).to(torch.float8_e4m3fn),
@@ -111,7 +106,7 @@ def nvfp4(outputs: int = 32, inputs: int = 64) -> dict[str, Tensor]:
     }
 
 
-def by_nvfp4(tensors: dict[str, Tensor]) -> Tensor:
+def by_nvfp4(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """Each product rounded to fp32, the scales first."""
     packed, scale = tensors["layer.weight"].tolist(), tensors["layer.weight_scale"].float()
     factors = (scale * tensors["layer.weight_scale_2"]).tolist()

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import int4_weight_only, int8_weight_only, intx_weight_only, load_quantized, quantize_, save_quantized
 from tests.formats.folders import check, load, plain_tensors, quantized_config, refused, to_dtype, write
 
 OUTPUTS, INPUTS = 32, 96
@@ -189,8 +188,8 @@ def test_damage_is_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings, says", [
-    ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', which is not read; known: gptq"),
-    ({"checkpoint_format": "bitblas"}, "checkpoint_format is 'bitblas', which is not read; known: gptq"),
+    ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not read; known: gptq"),
+    ({"checkpoint_format": "bitblas"}, "checkpoint_format 'bitblas' is not read; known: gptq"),
     ({"method": "auto-round", "packing_format": "auto_round:llm_compressor"},
      "model: packing_format is 'auto_round:llm_compressor', which is not read"),
 ])  # fmt: skip
@@ -201,12 +200,12 @@ def test_packings_that_are_not_read_are_named(settings: dict[str, str], says: st
 BITS32 = torch.arange(32)
 
 RECIPES = {
-    "uint4": int4_weight_only(group_size=32),
-    "int4": intx_weight_only("int4", group_size=64),
-    "int8": int8_weight_only(group_size=32),
-    "int8 rows": int8_weight_only(scale_dtype=torch.bfloat16),
-    "int3": intx_weight_only("int3", group_size=32),
-    "int2": intx_weight_only("int2", group_size=32),
+    "uint4": qtorch.int4_weight_only(group_size=32),
+    "int4": qtorch.intx_weight_only("int4", group_size=64),
+    "int8": qtorch.int8_weight_only(group_size=32),
+    "int8 rows": qtorch.int8_weight_only(scale_dtype=torch.bfloat16),
+    "int3": qtorch.intx_weight_only("int3", group_size=32),
+    "int2": qtorch.intx_weight_only("int2", group_size=32),
 }
 CASES = [("gptq", name) for name in RECIPES] + [("awq", name) for name in ("int4", "uint4")]
 
@@ -268,8 +267,8 @@ def by_auto_round(path: Path, layer: str) -> torch.Tensor:
 def test_against_auto_round(format: str, name: str, tmp_path: Path) -> None:
     pytest.importorskip("auto_round")
     model = build()
-    quantize_(model, RECIPES[name])
-    save_quantized(model, tmp_path / "made", format=format)
+    qtorch.quantize_(model, RECIPES[name])
+    qtorch.save_quantized(model, tmp_path / "made", format=format)
     for layer in ("0", "2"):
         assert torch.equal(
             by_auto_round(tmp_path / "made", layer), model.get_submodule(layer).weight.dequantize(torch.float32)
@@ -279,10 +278,10 @@ def test_against_auto_round(format: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("format, name", CASES)
 def test_bit_for_bit(format: str, name: str, tmp_path: Path) -> None:
     model = build()
-    quantize_(model, RECIPES[name])
-    save_quantized(model, tmp_path / "made", format=format)
+    qtorch.quantize_(model, RECIPES[name])
+    qtorch.save_quantized(model, tmp_path / "made", format=format)
     loaded = build()
-    load_quantized(loaded, tmp_path / "made")
+    qtorch.load_quantized(loaded, tmp_path / "made")
     for layer in ("0", "2"):
         weight = model.get_submodule(layer).weight
         assert torch.equal(loaded.get_submodule(layer).weight.dequantize(), weight.dequantize())
@@ -294,8 +293,8 @@ REFUSED = {
     "float8": (qtorch.float8_weight_only(), "has codes in float8_e4m3fn, and the format has integers"),
     "nf4": (qtorch.nf4_weight_only(group_size=32), "is a LUTQuantizedTensor"),
     "activations": (qtorch.int8_dynamic_activation_int4_weight(group_size=32), "quantizes its activations"),
-    "fp32 scales": (int8_weight_only(), r"has scales in torch.float32, and engines keep them in torch.bfloat16"),
-    "five bits": (intx_weight_only("int5", group_size=32), "has codes in int5"),
+    "fp32 scales": (qtorch.int8_weight_only(), r"has scales in torch.float32, and engines keep them in torch.bfloat16"),
+    "five bits": (qtorch.intx_weight_only("int5", group_size=32), "has codes in int5"),
 }
 
 
@@ -304,26 +303,26 @@ REFUSED = {
 def test_what_does_not_fit_is_refused(format: str, name: str, tmp_path: Path) -> None:
     recipe, message = REFUSED[name]
     model = build()
-    quantize_(model, recipe)
+    qtorch.quantize_(model, recipe)
     if format == "awq" and name == "fp32 scales":
         message = "has codes in int8"
     with pytest.raises(ValueError, match=rf"{format}: 0.weight {message}.*quantize with int"):
-        save_quantized(model, tmp_path / "made", format=format)
+        qtorch.save_quantized(model, tmp_path / "made", format=format)
     assert not (tmp_path / "made").exists()
 
 
 def test_one_kind_of_weight_and_zero_points_of_zero(tmp_path: Path) -> None:
     model = build()
-    quantize_(model, {"0": RECIPES["int4"], "2": RECIPES["int3"]})
+    qtorch.quantize_(model, {"0": RECIPES["int4"], "2": RECIPES["int3"]})
     with pytest.raises(ValueError, match=r"gptq: 2.weight has .*a folder has one of each"):
-        save_quantized(model, tmp_path / "made", format="gptq")
+        qtorch.save_quantized(model, tmp_path / "made", format="gptq")
     positive = nn.Sequential(nn.Linear(128, 64)).to(torch.bfloat16)
     positive[0].weight.data.abs_()
-    quantize_(positive, RECIPES["uint4"])
+    qtorch.quantize_(positive, RECIPES["uint4"])
     own = tmp_path / "own.safetensors"
-    save_quantized(positive, own)
+    qtorch.save_quantized(positive, own)
     with pytest.raises(ValueError, match=r"gptq: 0.weight has zero points of 0.*gptq_v2"):
-        save_quantized(positive, tmp_path / "made", format="gptq")
+        qtorch.save_quantized(positive, tmp_path / "made", format="gptq")
     qtorch.convert_checkpoint(own, tmp_path / "v2", format="gptq", options={"checkpoint_format": "gptq_v2"})
     assert torch.equal(by_formula(tmp_path / "v2", "0"), positive[0].weight.dequantize(torch.float32))
 
@@ -332,8 +331,8 @@ def test_a_checkpoint_is_converted_by_the_command_line(tmp_path: Path, monkeypat
     from qtorch.cli import main
 
     model = build()
-    quantize_(model, RECIPES["int4"])
-    save_quantized(model, tmp_path / "own.safetensors")
+    qtorch.quantize_(model, RECIPES["int4"])
+    qtorch.save_quantized(model, tmp_path / "own.safetensors")
     assert not main(["convert", str(tmp_path / "own.safetensors"), str(tmp_path / "awq"), "--format", "awq"])
     assert not main(["convert", str(tmp_path / "awq"), str(tmp_path / "gptq"), "--format", "gptq"])
     assert torch.equal(by_formula(tmp_path / "gptq", "0"), model[0].weight.dequantize(torch.float32))

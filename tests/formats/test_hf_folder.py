@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import dequantize_, int8_weight_only, load_quantized, nf4_weight_only, quantize_, save_quantized
+from qtorch.checkpoint import hf_folder, tensor_file
 from qtorch.checkpoint.formats.transformers_folder import Index, cast, quantization_config, stored
-from qtorch.checkpoint.hf_folder import FloatFolder, HFFolder
 from qtorch.checkpoint.sources import open_source
-from qtorch.checkpoint.tensor_file import TensorFile, write_tensors
-from qtorch.dtypes import QuantizedTensor
 from tests.formats.folders import write
 from tests.refusals import refuses
 
@@ -51,11 +49,11 @@ def test_contents_casts_and_what_a_folder_may_not_be(tmp_path: Path) -> None:
         assert source.format == "transformers"
         assert source.contents("body.weight") == ((16, 16), torch.float32, 16 * 16 * 4, None)
     config = {"text_config": {"dtype": "bfloat16", "quantization_config": {"quant_method": "gptq"}}}
-    with HFFolder(write(tmp_path, tensors(), config=config)) as folder:
+    with hf_folder.HFFolder(write(tmp_path, tensors(), config=config)) as folder:
         assert folder.dtype is torch.bfloat16
         assert folder.quantization_config == {"quant_method": "gptq"}
     write(tmp_path, tensors(), config={"torch_dtype": "float16"})
-    with HFFolder(tmp_path) as folder:
+    with hf_folder.HFFolder(tmp_path) as folder:
         assert folder.dtype is torch.float16
         assert folder.quantization_config == {}
     weight = nn.Linear(64, 32)
@@ -79,7 +77,7 @@ def test_contents_casts_and_what_a_folder_may_not_be(tmp_path: Path) -> None:
     empty.mkdir()
     refuses("the folder is empty", lambda: open_source(empty))
     with pytest.raises(FileNotFoundError):
-        HFFolder(empty)
+        hf_folder.HFFolder(empty)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", 3, None])
@@ -119,7 +117,7 @@ def test_damaged_configurations(text: str, tmp_path: Path) -> None:
 
 def test_the_bare_name_single_files_and_missing_shards(tmp_path: Path) -> None:
     file = write(tmp_path, tensors()) / "model.safetensors"
-    with FloatFolder.open(file) as source:
+    with hf_folder.FloatFolder.open(file) as source:
         assert source.names == tensors().keys()
     model = quantized()
     write_of_transformers_folder(model, tmp_path / "m")
@@ -131,7 +129,7 @@ def test_the_bare_name_single_files_and_missing_shards(tmp_path: Path) -> None:
         assert contents.nbytes == 64 * 32 // 2 + 64 * 4 + 64  # codes, scales, zero points
         assert source.contents("0.bias").scheme is None
     write_of_transformers_folder(quantized(), tmp_path / "bare")
-    file = TensorFile(tmp_path / "bare" / "model.safetensors")
+    file = tensor_file.TensorFile(tmp_path / "bare" / "model.safetensors")
     assert (file.stored["0.weight"].shape, file.stored["0.weight_codes"].shape) == ((0,), (32, 64))
     file.close()
     write_of_transformers_folder(quantized(), tmp_path / "shards", 2)
@@ -160,7 +158,7 @@ def write_of_transformers_folder(model: nn.Module, folder: Path, shards: int = 1
     files: list[tuple[dict[str, Any], Index]] = [({}, Index(aliases={"2.weight": "0.weight"})) for _ in range(shards)]
     for number, (name, tensor) in enumerate(model.named_parameters()):
         tensors, index = files[number % shards]
-        if isinstance(tensor, QuantizedTensor):
+        if isinstance(tensor, qtorch.dtypes.QuantizedTensor):
             parts, index.quantized[name] = stored(name, tensor)
             tensors |= parts
         else:
@@ -174,7 +172,7 @@ def write_of_transformers_folder(model: nn.Module, folder: Path, shards: int = 1
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     for name, (tensors, index) in zip(names, files, strict=True):
         contiguous = {key: value.contiguous() for key, value in tensors.items()}
-        write_tensors(folder / name, contiguous, {"format": "pt", **index.to_metadata()})
+        tensor_file.write_tensors(folder / name, contiguous, {"format": "pt", **index.to_metadata()})
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -184,19 +182,19 @@ def test_load_quantized_reads_it(tmp_path: Path, shards: int, mmap: bool) -> Non
     write_of_transformers_folder(model, tmp_path / "m", shards)
     loaded = load_quantized(build(), tmp_path / "m", mmap=mmap)
     assert loaded[0].weight is loaded[2].weight
-    assert isinstance(loaded[1].weight, QuantizedTensor)
+    assert isinstance(loaded[1].weight, qtorch.dtypes.QuantizedTensor)
     assert torch.equal(loaded(x), model(x))
     assert torch.equal(dequantize_(loaded)[1].weight, model[1].weight.dequantize())
 
 
 def edit(path: Path, change: Any) -> None:
     """Rewrite a safetensors file with `change(tensors, data of the index)` applied."""
-    file = TensorFile(path)
+    file = tensor_file.TensorFile(path)
     tensors = {name: file.read(name) for name in file.stored}
     data = json.loads(file.metadata["qtorch.transformers"])
     file.close()
     change(tensors, data)
-    write_tensors(path, tensors, {"qtorch.transformers": json.dumps(data)})
+    tensor_file.write_tensors(path, tensors, {"qtorch.transformers": json.dumps(data)})
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -17,12 +17,8 @@ from tests.formats.test_float8 import e4m3
 OUTPUTS, INPUTS = 32, 64
 SHAPE = OUTPUTS, INPUTS
 PACKINGS = dict.fromkeys((8, 6, 5), "8bit_u8") | {
-    4: "4bit_u8",
-    3: "3bit_32",
-    2: "2bit_u8",
-    1.58: "2bit_u8",
-    1: "1bit_u8",
-}
+    4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1.58: "2bit_u8", 1: "1bit_u8",
+}  # fmt: skip
 OFF = ("view_as_float", "quant_scale", "quant_zero", "offload_meta", "round_zero")
 ON = ("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize")
 WIDTHS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}

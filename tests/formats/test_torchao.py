@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from qtorch import load_quantized
-from qtorch.checkpoint.pickled_file import PickledFile, run_pickle
-from qtorch.checkpoint.sources import open_source
+from qtorch.checkpoint import pickled_file, sources
 from qtorch.checkpoint.streaming.quantize_checkpoint import convert_checkpoint
 from qtorch.dtypes import QuantizedTensor
 from tests.formats.folders import Layer, check, load, plain_tensors, quantized_config, refused, to_dtype, write
@@ -173,21 +172,21 @@ def test_files_pickles_and_compressed_members(tmp_path: Path) -> None:
     assert [path.stem for path in PICKLES] == ["torchao_0.15.0", "torchao_0.9.0"]
     # The machine gives what pickle would, but for calls.
     value = {"a": [1, 2.5, None, True, (), (1,), (1, 2), {"b": "text"}], "c": -(2**40), "d": [7]}
-    assert run_pickle(pickle.dumps(value, 2)) == value
+    assert pickled_file.run_pickle(pickle.dumps(value, 2)) == value
     buffer = io.BytesIO()
     torch.save({"w": torch.arange(6.0).reshape(2, 3)}, buffer)
     with zipfile.ZipFile(buffer) as archive:
-        state = run_pickle(archive.read("archive/data.pkl"))
+        state = pickled_file.run_pickle(archive.read("archive/data.pkl"))
     assert state["w"].name == "torch._utils._rebuild_tensor_v2"
     assert state["w"].args[2] == (2, 3)
     model = written(tmp_path / "pickled", layer())
     convert_checkpoint(model, tmp_path / "ours", format="transformers")
     (model / "model.safetensors").write_bytes((tmp_path / "ours" / "model.safetensors").read_bytes())
-    with open_source(model) as source:
+    with sources.open_source(model) as source:
         assert source.format != "torchao pickle"
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/data.pkl", b"\x80\x02}." + b"torchao." * 1000)
-    refuses("is compressed", lambda: PickledFile(tmp_path / "x.pt"))
+    refuses("is compressed", lambda: pickled_file.PickledFile(tmp_path / "x.pt"))
 
 
 DAMAGE: dict[str, tuple[str, dict[str, Tensor], dict[str, Any], str]] = {
@@ -232,7 +231,7 @@ PICKLE_OUTPUTS, PICKLE_INPUTS = PICKLE_SHAPE = 32, 64
 @pytest.mark.parametrize("path", PICKLES, ids=lambda path: path.stem)
 def test_numbers_are_those_of_torchao(path: Path) -> None:
     """Bit for bit; torchao is not imported."""
-    with open_source(path) as source:
+    with sources.open_source(path) as source:
         found = {name.removesuffix(".weight") for name in source.names if name.endswith(".weight")}
         assert found >= {"int8", "int8_dynamic", "int4_dynamic", "float8", "tiled"}
         for name in found:

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 import qtorch
-from qtorch import TensorCoreTiledLayout, ZeroPointDomain, quantize_, save_quantized
-from qtorch.recipes.base import Recipe
 
 FOLDER = Path(__file__).parent
 
-GOLDEN: dict[str, Recipe] = {
+GOLDEN: dict[str, qtorch.recipes.base.Recipe] = {
     "int8_weight_only": qtorch.int8_weight_only(),
     "gguf_q8_0": qtorch.gguf_q8_0(),
     "gguf_q5_0": qtorch.gguf_q5_0(),
@@ -31,7 +28,7 @@ GOLDEN: dict[str, Recipe] = {
     "int4_weight_only": qtorch.int4_weight_only(group_size=32),
     "int4_double_quantized": qtorch.int4_weight_only(group_size=32, double_quantize=True),
     "int4_weight_only_tiled": qtorch.int4_weight_only(
-        group_size=32, zero_point_domain=ZeroPointDomain.FLOAT, layout=TensorCoreTiledLayout()
+        group_size=32, zero_point_domain=qtorch.ZeroPointDomain.FLOAT, layout=qtorch.TensorCoreTiledLayout()
     ),
     **{f"uint{bits}": qtorch.uintx_weight_only(f"uint{bits}", group_size=32) for bits in range(1, 8)},
     **{f"int{bits}": qtorch.intx_weight_only(f"int{bits}", group_size=32) for bits in range(1, 8)},
@@ -57,21 +54,21 @@ GOLDEN: dict[str, Recipe] = {
 }
 
 
-def layer_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
+def layer_and_input(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     """In floating point."""
     if name.startswith("conv_"):
-        return nn.Conv2d(16, 8, (2, 3), padding=1), torch.randn(2, 16, 5, 4)
+        return torch.nn.Conv2d(16, 8, (2, 3), padding=1), torch.randn(2, 16, 5, 4)
     dtype = torch.bfloat16 if "tiled" in name else torch.float32
     columns = 256 if name.endswith("_k") else 64
-    return nn.Linear(columns, 32, dtype=dtype), torch.randn(3, columns, dtype=dtype)
+    return torch.nn.Linear(columns, 32, dtype=dtype), torch.randn(3, columns, dtype=dtype)
 
 
 def make(name: str) -> None:
     """The layer as ``<name>.safetensors``, the numbers as ``<name>.numbers.safetensors``."""
     torch.manual_seed(0)
     layer, x = layer_and_input(name)
-    quantize_(layer.requires_grad_(False), {"weight": GOLDEN[name]})
-    save_quantized(layer, FOLDER / f"{name}.safetensors")
+    qtorch.quantize_(layer.requires_grad_(False), {"weight": GOLDEN[name]})
+    qtorch.save_quantized(layer, FOLDER / f"{name}.safetensors")
     numbers = {"input": x, "output": layer(x), "weight": layer.weight.dequantize().contiguous()}
     save_file(numbers, FOLDER / f"{name}.numbers.safetensors")
 

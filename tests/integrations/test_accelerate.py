@@ -18,11 +18,9 @@ from torch import Tensor, nn
 import qtorch
 from qtorch.dtypes import AffineQuantizedTensor, ConvWeight, LUTQuantizedTensor, QuantizedTensor
 from qtorch.integrations import accelerate as ours
-from tests.every_recipe import FAMILIES, NAMES, make
-from tests.fast_part import slow_but
+from tests import every_recipe, fast_part, test_install
 from tests.quantize_model import assert_same
 from tests.refusals import refuses
-from tests.test_install import TRAINING
 
 RECIPES = {
     "int8": qtorch.int8_weight_only(),
@@ -223,11 +221,11 @@ def saved_and_loaded(model: Any, fresh: Callable[[], Any], folder: Path) -> None
         assert_same(other, model)
 
 
-@pytest.mark.parametrize("recipe", slow_but(FAMILIES, NAMES))
+@pytest.mark.parametrize("recipe", fast_part.slow_but(every_recipe.FAMILIES, every_recipe.NAMES))
 def test_safetensors_of_every_recipe(recipe: str, tmp_path: Path) -> None:
     def quantized_from(seed: int) -> Tied:
         model = Tied(seed).eval()
-        qtorch.quantize_(model, make(recipe, 32))
+        qtorch.quantize_(model, every_recipe.make(recipe, 32))
         return model
 
     model = quantized_from(0)
@@ -236,7 +234,7 @@ def test_safetensors_of_every_recipe(recipe: str, tmp_path: Path) -> None:
         assert_same(qtorch.load_quantized(Tied(2).eval(), tmp_path / folder), model)
 
 
-@pytest.mark.parametrize("recipe", slow_but(["nf4", "semi_sparse"], RECIPES))
+@pytest.mark.parametrize("recipe", fast_part.slow_but(["nf4", "semi_sparse"], RECIPES))
 def test_safetensors_of_every_class(recipe: str, tmp_path: Path) -> None:
     def other() -> Model:
         model, _ = quantized(recipe)
@@ -249,7 +247,7 @@ def test_safetensors_of_every_class(recipe: str, tmp_path: Path) -> None:
     assert torch.equal(output(qtorch.load_quantized(Model().eval(), tmp_path / "2KB")), y)
 
 
-@pytest.mark.parametrize("recipe", slow_but(TRAINING[1:3], TRAINING), ids=str)
+@pytest.mark.parametrize("recipe", fast_part.slow_but(test_install.TRAINING[1:3], test_install.TRAINING), ids=str)
 def test_safetensors_of_a_run(recipe: Any, tmp_path: Path) -> None:
     """A run that is continued from its state takes the step of one that was not interrupted."""
 

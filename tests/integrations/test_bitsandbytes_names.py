@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch.integrations.bitsandbytes as bnb
 from qtorch import compute_error, int8_dynamic_activation_int8_weight, nf4_weight_only
@@ -20,11 +19,11 @@ def test_layers_are_the_recipes(name: str) -> None:
     build, recipe = LAYERS[name]
     layer, x = build(), torch.randn(3, 128)
     floats = layer.weight.detach().clone()
-    wanted = nn.functional.linear(x, recipe.apply(floats), layer.bias)
+    wanted = torch.nn.functional.linear(x, recipe.apply(floats), layer.bias)
     assert torch.equal(layer(x), wanted)
     assert isinstance(layer.weight, QuantizedTensor)
     assert not layer.weight.requires_grad
-    assert 15 < compute_error(nn.functional.linear(x, floats, layer.bias), layer(x)) < 60
+    assert 15 < compute_error(torch.nn.functional.linear(x, floats, layer.bias), layer(x)) < 60
     x.requires_grad_()
     layer(x).sum().backward()
     assert x.grad is not None
@@ -43,7 +42,7 @@ def test_the_dtype_of_products_and_the_move_to_a_device() -> None:
 
 @pytest.mark.parametrize("name", bnb.optim.__all__)
 def test_optimizers_train(name: str) -> None:
-    layer, x = nn.Linear(64, 128), torch.randn(8, 64)
+    layer, x = torch.nn.Linear(64, 128), torch.randn(8, 64)
     optimizer = getattr(bnb.optim, name)(layer.parameters(), 1e-2, optim_bits=32, min_8bit_size=4096)
     losses = []
     for _ in range(5):
@@ -60,7 +59,7 @@ def test_optimizers_train(name: str) -> None:
     (lambda: bnb.nn.Linear8bitLt(64, 64), "has_fp16_weights=False"),
     (lambda: bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=6.0), "threshold=6.0"),
     (lambda: bnb.nn.Params4bit(torch.ones(2, 64), requires_grad=True), "frozen weight"),
-    (lambda: bnb.optim.AdamW8bit([nn.Parameter(torch.ones(2))], percentile_clipping=5), "percentile_clipping"),
+    (lambda: bnb.optim.AdamW8bit([torch.nn.Parameter(torch.ones(2))], percentile_clipping=5), "percentile_clipping"),
 ])  # fmt: skip
 def test_refused_arguments(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):

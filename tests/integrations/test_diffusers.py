@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
 
 import qtorch
-from qtorch import PackedLayout, quantize_
 from qtorch.dtypes import ConvWeight, QuantizedTensor
-from qtorch.primitives import compute_error
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
@@ -38,12 +35,9 @@ def unet() -> Any:
 
 def conditional() -> Any:
     return diffusers.UNet2DConditionModel(
-        **UNET,
-        attention_head_dim=4,
-        cross_attention_dim=32,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        **UNET, attention_head_dim=4, cross_attention_dim=32, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    ).eval()
+    ).eval()  # fmt: skip
 
 
 def transformer() -> Any:
@@ -79,7 +73,7 @@ def check_same(first: Any, second: Any) -> None:
 
 def test_the_size_of_a_model_and_of_its_files(tmp_path: Path) -> None:
     model = unet()
-    quantize_(model, ALL)
+    qtorch.quantize_(model, ALL)
     assert model.get_memory_footprint() == qtorch.get_model_size_in_bytes(model)
     transformer().save_pretrained(tmp_path / "transformer")
     config = QtorchConfig(qtorch.int4_weight_only(group_size=16))
@@ -103,10 +97,10 @@ def test_load_save_load(kind: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "float")
     recipe = qtorch.int8_weight_only()
     loaded = type(model).from_pretrained(tmp_path / "float", quantization_config=QtorchConfig(recipe))
-    quantize_(model, recipe)
+    qtorch.quantize_(model, recipe)
     assert quantized(loaded).keys() == quantized(model).keys()
     check_same(loaded, model)
-    assert 15 < compute_error(expected, run(loaded)) < 70
+    assert 15 < qtorch.compute_error(expected, run(loaded)) < 70
     for step in ("first", "second"):
         loaded.save_pretrained(tmp_path / step)
         loaded = type(model).from_pretrained(tmp_path / step)
@@ -121,7 +115,7 @@ def test_mappings_dtypes_and_skipped_modules(tmp_path: Path) -> None:
     assert sum(isinstance(weight, ConvWeight) for weight in weights.values()) > 4
     of_queries = [weight for name, weight in weights.items() if "to_q" in name]
     assert of_queries
-    assert all(weight.scheme.layout == PackedLayout() for weight in of_queries)
+    assert all(weight.scheme.layout == qtorch.PackedLayout() for weight in of_queries)
     model.save_pretrained(tmp_path / "quantized", max_shard_size="30KB")
     assert len(list((tmp_path / "quantized").glob("*.safetensors"))) > 2
     again = diffusers.UNet2DModel.from_pretrained(tmp_path / "quantized")
@@ -165,7 +159,7 @@ def test_lora_on_a_quantized_model(tmp_path: Path) -> None:
 def test_models_of_quantize_and_errors(tmp_path: Path) -> None:
     model = unet()
     refuses("no weight of this UNet2DModel is quantized", lambda: attach(model))
-    quantize_(model, qtorch.nf4_weight_only(group_size=32))
+    qtorch.quantize_(model, qtorch.nf4_weight_only(group_size=32))
     attach(model).save_pretrained(tmp_path)
     check_same(diffusers.UNet2DModel.from_pretrained(tmp_path), model)
     unet().save_pretrained(tmp_path)
@@ -174,13 +168,13 @@ def test_models_of_quantize_and_errors(tmp_path: Path) -> None:
     expected = run(model)
     model.dequantize()
     assert not quantized(model)
-    assert compute_error(expected, run(model)) > 80
+    assert qtorch.compute_error(expected, run(model)) > 80
     model.save_pretrained(tmp_path / "float")
     assert not quantized(diffusers.UNet2DModel.from_pretrained(tmp_path / "float"))
     unet().save_pretrained(tmp_path)
     load = diffusers.UNet2DModel.from_pretrained
     refuses("QtorchConfig takes a recipe", lambda: QtorchConfig("int8"), TypeError)
-    refuses("takes a model of diffusers", lambda: attach(nn.Linear(2, 2)), TypeError)
+    refuses("takes a model of diffusers", lambda: attach(torch.nn.Linear(2, 2)), TypeError)
     for recipe, words in [
         (None, "needs a recipe"),
         ({r".*to_q": qtorch.int4_weight_only(group_size=48)}, r"attentions.*block_size \(1, 48\) does not divide"),

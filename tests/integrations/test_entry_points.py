@@ -41,17 +41,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     info = site / "qtorch-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: qtorch\nVersion: 0.1.0\n")
-    lines = [
-        f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in names.items()) for group, names in GROUPS.items()
-    ]
+    lines = [f"[{group}]\n" + "".join(f"{n} = {at}\n" for n, at in names.items()) for group, names in GROUPS.items()]
     (info / "entry_points.txt").write_text("".join(lines))
     return os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
-def run(environment: dict[str, str], *command: object, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment, cwd=cwd
-    )
+def run(settings: dict[str, str], *command: object, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=settings, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from qtorch import compute_error, quantize_
 from qtorch.kernels import record_kernels
@@ -29,7 +28,7 @@ MODELS: dict[str, Counter[str]] = {
 }
 
 
-def build(name: str, attention: str = "sdpa") -> tuple[nn.Module, dict[str, Tensor]]:
+def build(name: str, attention: str = "sdpa") -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     model, batch = built(name, attn_implementation=attention)
     return model, {key: value for key, value in batch.items() if key != "attention_mask"}
 
@@ -41,7 +40,7 @@ def by_function(counts: Counter[str]) -> Counter[str]:
     return found
 
 
-def first(output: Any) -> Tensor:
+def first(output: Any) -> torch.Tensor:
     return output[0]
 
 
@@ -69,7 +68,7 @@ def test_counts_and_conversion(name: str, attention: str) -> None:
             served = first(model(**inputs))
         assert torch.equal(trained, served)
     kept = [p for p in model.parameters() if not p.is_meta and p.dim() > 1]
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     assert len(injection.stored) > 0
     if name != "mixtral":
         assert all(any(p is table for table in tables) or p.dim() == 3 for p in kept)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 
@@ -35,7 +34,7 @@ class StandInConfig(ABC):  # noqa: B024
     get_config_filenames = from_config = get_quant_method = abstractmethod(lambda self: None)
 
 
-class StandInLinear(nn.Module):
+class StandInLinear(torch.nn.Module):
     """What `LinearBase` and its kin do with a method."""
 
     def __init__(self, inputs: int, sizes: list[int], config: Any, prefix: str, *, rows: bool) -> None:
@@ -160,7 +159,7 @@ def test_layers_are_those_of_transformers(engine: Engine, recipe: str, ranks: tu
             weight = mlp.down_proj.weight
             own = weight.narrow(1, rank * ins // 2, ins // 2)
             x = x[:, : ins // 2].contiguous()
-            wanted = nn.functional.linear(x, own)
+            wanted = torch.nn.functional.linear(x, own)
             dense = weight.dequantize()[:, rank * ins // 2 :][:, : ins // 2]
             assert torch.equal(layer.weight_0.dequantize(), dense)
         else:
@@ -180,7 +179,7 @@ def test_what_is_refused(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"joins .*gate_proj, .*up_proj, but .*up_proj are floats"):
         engine.layer(64, [64, 64], config, f"{BLOCK}.mlp.gate_up_proj", (0, 1), False)
     with pytest.raises(ValueError, match="lm_head is a Embedding with quantized weights"):
-        config.get_quant_method(nn.Embedding(4, 4), "lm_head")
-    assert config.get_quant_method(nn.Identity(), f"{BLOCK}.input_layernorm") is None
+        config.get_quant_method(torch.nn.Embedding(4, 4), "lm_head")
+    assert config.get_quant_method(torch.nn.Identity(), f"{BLOCK}.input_layernorm") is None
     refuses("has no weights of qtorch", lambda: serving_engines.read_entries(str(tmp_path / "..")))
     refuses("weights in training", lambda: engine.config_class.from_config({"training": [1]}))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.adam import FORMS, AdamStep, Moment, adam_step
@@ -32,7 +31,7 @@ def zeros(form: str, blocks: FlatBlocks, count: int, device: str = "cpu") -> lis
     return moments
 
 
-def gradient(blocks: FlatBlocks, dtype: torch.dtype, number: int) -> Tensor:
+def gradient(blocks: FlatBlocks, dtype: torch.dtype, number: int) -> torch.Tensor:
     """Numbers of very different sizes, some of them zero."""
     generator = torch.Generator().manual_seed(number)
     count = blocks.rows * blocks.length
@@ -47,7 +46,7 @@ def step(form: str, number: int, key: int | None = None, l2: float = 0.0) -> Ada
     return AdamStep(form, 0.9, 0.999, 1e-8, 1 - 1e-5, l2, size, correction, key, 12345)
 
 
-def tensors(moments: list[Moment]) -> list[Tensor]:
+def tensors(moments: list[Moment]) -> list[torch.Tensor]:
     return [m.data.view(torch.uint8) if m.data.dtype != torch.float32 else m.data for m in moments] + [
         m.scale for m in moments if m.scale is not None
     ]

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from qtorch.kernels.cache_form import TOKENS, CacheForm, cache_form
 from qtorch.kernels.ops.kv_attention import KVAttention, attend_portably
@@ -29,17 +28,15 @@ def problem(
     latest = [new(batch, heads, recent, size).to(dtype) for size in (width, v_width)] if recent else []
     seen = new(batch, 1, rows, tokens + recent) > -0.5
     masks = {
-        None: None,
-        "bool": seen,
-        "float": new(1, heads * group, rows, tokens + recent + 3),
+        None: None, "bool": seen, "float": new(1, heads * group, rows, tokens + recent + 3),
         "-inf": torch.where(seen[:, :, :1], 0.0, -torch.inf),
-    }
+    }  # fmt: skip
     length = None if used is None else torch.tensor(used, device=device)
     more = length, masks[mask], new(heads * group) if sinks else None
     return KVAttention(query, *parts, latest, *more, form, v_width, width**-0.5, softcap, causal)
 
 
-def assert_close(call: KVAttention, got: Tensor) -> None:
+def assert_close(call: KVAttention, got: torch.Tensor) -> None:
     """Sums in fp32 in another order: scores differ by the error of a sum over channels, each weight by as much."""
     call = call.cut()
     wanted = attend_portably(call._replace(query=call.query.float()))
@@ -73,7 +70,7 @@ def strided(device: str = "cpu") -> KVAttention:
     return call._replace(keys=keys, query=query, mask=call.mask[:, :, :1].expand(-1, -1, 2, -1))
 
 
-def check_nan_and_hidden_tokens(attend: Callable[[KVAttention], Tensor], device: str = "cpu") -> None:
+def check_nan_and_hidden_tokens(attend: Callable[[KVAttention], torch.Tensor], device: str = "cpu") -> None:
     """A token with a NaN reaches the queries that see it, in its head; one that is hidden reaches none."""
     for form in FORMS:
         k, v = torch.randn(2, 1, 2, 64, 16, device=device)

@@ -8,7 +8,6 @@ import functools
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerRow, QuantSpec
 from qtorch.primitives import prune_2_4
@@ -42,7 +41,7 @@ def weights_of_every_scheme(dtype: torch.dtype, rows: int = 64) -> list[Named]:
 
 
 def in_every_layout(
-    name: str, spec: LinearSpec, dtype: torch.dtype = torch.float32, rows: int = 64, values: Tensor | None = None
+    name: str, spec: LinearSpec, dtype: torch.dtype = torch.float32, rows: int = 64, values: torch.Tensor | None = None
 ) -> list[Named]:
     """A weight of one scheme in every layout that takes it; of `values`, by default the same on each call."""
     normal = torch.randn(rows, 192, generator=torch.Generator().manual_seed(0)) if values is None else values

@@ -21,12 +21,9 @@ def weight_of(spec, shape, device="cpu", activation=None, dtype=torch.float32):
 
 
 INDICES = {
-    "some": [[0, 3], [4, -1], [3, 3], [1, 99], [0, 1], [1, 3]],
-    "one token": [[4, 0, 2]],
-    "all to one": [[2]] * 45,
-    "sorted": [[0]] * 3 + [[1]] * 17 + [[4]] * 2,
-    "no expert": [[5], [-1]],
-}
+    "some": [[0, 3], [4, -1], [3, 3], [1, 99], [0, 1], [1, 3]], "one token": [[4, 0, 2]], "all to one": [[2]] * 45,
+    "sorted": [[0]] * 3 + [[1]] * 17 + [[4]] * 2, "no expert": [[5], [-1]],
+}  # fmt: skip
 """(T, R) of which expert: of five, with rows for none, and one that no row asks for."""
 
 

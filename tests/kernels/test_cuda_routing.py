@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -44,7 +43,7 @@ RECIPES = {
 
 
 def problem_of(recipe, device="cuda", dtype=torch.bfloat16):
-    layer = nn.Linear(128, 64, bias=False, dtype=dtype)
+    layer = torch.nn.Linear(128, 64, bias=False, dtype=dtype)
     qtorch.quantize_(layer, recipe)
     return Problem("linear", layer.weight.scheme, dtype, device)
 
@@ -55,7 +54,7 @@ def test_kernel_of_each_recipe(recipe):
     assert choose(problem_of(recipe, "cpu")).device in (None, "cpu")
 
 
-def on_cuda(weight: Tensor) -> Tensor:
+def on_cuda(weight: torch.Tensor) -> torch.Tensor:
     """The quantized weight with fake tensors on CUDA in it; called in a `FakeTensorMode`."""
     inner = {
         name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
@@ -69,7 +68,7 @@ def on_cuda(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("recipe", [recipe for recipe, (_, before) in RECIPES.items() if before is not None], ids=str)
 def test_linear_is_one_graph_with_the_kernels_for_cuda(recipe, dynamic):
     """As a compiler sees it; tensors are fake, so that no GPU is needed."""
-    layer = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
+    layer = torch.nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
     qtorch.quantize_(layer, recipe)
     ran: list[str] = []
 

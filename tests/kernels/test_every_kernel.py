@@ -8,19 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, int8_dynamic_activation_int8_weight, quantize_
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import variants
-from qtorch.kernels.cpu.compiled_library import missing as missing_library
+from qtorch.kernels.cpu import compiled_library, variants
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import REFERENCE, Kernel, Problem, kernels
 from qtorch.primitives import PerGroup, PerRow, QuantSpec, compute_error
-from tests.fast_part import matrix_but
+from tests import fast_part, rounding
 from tests.kernels.every_scheme import in_every_layout, schemes, weights_of_every_scheme
-from tests.rounding import assert_same_product
 
 ASYMMETRIC = MappingType.ASYMMETRIC
 LEAST = {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}
@@ -29,7 +26,7 @@ LEAST = {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}
 KERNELS = [k for k in kernels("linear") if k.priority != REFERENCE and k.device in (None, "cpu")]
 
 
-@pytest.mark.parametrize("dtype", matrix_but((torch.float32, torch.bfloat16), LEAST))
+@pytest.mark.parametrize("dtype", fast_part.matrix_but((torch.float32, torch.bfloat16), LEAST))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_against_the_reference(kernel: Kernel, dtype: torch.dtype) -> None:
     x, bias = torch.randn(3, 7, 192).to(dtype), torch.randn(64).to(dtype)
@@ -63,7 +60,7 @@ def test_shapes_of_inputs(kernel: Kernel) -> None:
         x = torch.randn(shape)
         y, wanted = kernel(x, weight, bias), reference.linear(x, weight, bias)
         assert y.shape == (*shape[:-1], 64)
-        assert_same_product(y, wanted, x, weight.dequantize(), bias)
+        rounding.assert_same_product(y, wanted, x, weight.dequantize(), bias)
 
 
 @pytest.mark.slow
@@ -95,9 +92,9 @@ def test_transposed_and_slices() -> None:
         dense, problem = weight.dequantize(), Problem("linear", weight.scheme, torch.float32, "cpu")
         for kernel in KERNELS:
             if kernel.rejects(problem) is None:
-                assert_same_product(kernel(x, weight, None), functional.linear(x, dense), x, dense)
+                rounding.assert_same_product(kernel(x, weight, None), functional.linear(x, dense), x, dense)
         if "portable" not in name:
-            assert_same_product(grad @ weight, grad @ dense, grad, dense.t())
+            rounding.assert_same_product(grad @ weight, grad @ dense, grad, dense.t())
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -112,7 +109,7 @@ def test_codes_of_every_width_with_int8_activations(sign: str, bits: int) -> Non
                 assert torch.equal(kernel(x, weight, None), wanted), (name, kernel.name)
 
 
-@pytest.mark.parametrize("k", matrix_but((140_032,), (140_032, 270_336)))
+@pytest.mark.parametrize("k", fast_part.matrix_but((140_032,), (140_032, 270_336)))
 def test_sums_beyond_int32(k: int) -> None:
     """Of the widest codes, of either sign; those of 2:4 sparse weights are half as long."""
     signs = torch.tensor([[1.0], [-1.0]]).repeat(4, k)
@@ -148,8 +145,8 @@ def test_sums_of_experts_and_windows_beyond_int32() -> None:
             y = functional.grouped_mm(torch.ones(rows, k), experts.mT, offs=torch.tensor([1, rows], dtype=torch.int32))
             wanted = torch.tensor([[k], *[[-k]] * (rows - 1)]).expand(rows, 8)
             assert torch.allclose(y, wanted.float(), rtol=0.2), name
-    conv = nn.Sequential(nn.Conv1d(k // 4, 8, 4, bias=False))
-    nn.init.ones_(conv[0].weight)
+    conv = torch.nn.Sequential(torch.nn.Conv1d(k // 4, 8, 4, bias=False))
+    torch.nn.init.ones_(conv[0].weight)
     quantize_(conv, {"0": int8_dynamic_activation_int8_weight()})
     assert torch.allclose(conv(torch.ones(2, k // 4, 6)), torch.tensor(float(k)), rtol=0.01)
 
@@ -161,7 +158,7 @@ def test_no_kernel_is_left_out() -> None:
             taken |= {k.name for k in KERNELS if k.rejects(Problem("linear", weight.scheme, dtype, "cpu")) is None}
     # Kernels of other tensor types, and of transposes, have tests of their own.
     missing = {k.name for k in KERNELS} - taken
-    if missing_library() is not None:
+    if compiled_library.missing() is not None:
         missing -= {k.name for k in KERNELS if k.name.startswith("cpu_")}
     assert missing <= {"lut_weight_mm", "cpu_lut_mm", "cpu_transposed_mm", "cpu_transposed_lut_mm"}
 

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, QuantSpec
-from qtorch.kernels import features, record_kernels
 from qtorch.kernels.ops import weight_only_mm
 from tests.rounding import EXTRA, assert_same_product, gamma, magnitude
 
@@ -16,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("torch_kernels")
 @pytest.fixture(autouse=True)
 def products_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of doubles, which are as exact, where the CPU does not multiply bytes."""
-    if not features.cpu_has("vnni"):
-        monkeypatch.setattr(features, "cpu_has", lambda feature: True)
+    if not qtorch.kernels.features.cpu_has("vnni"):
+        monkeypatch.setattr(qtorch.kernels.features, "cpu_has", lambda feature: True)
         exact = lambda a, b: (a.double() @ b.double()).to(torch.int32)  # noqa: E731
         monkeypatch.setattr(weight_only_mm, "int_matmul", exact)
 
@@ -29,8 +27,8 @@ def weight() -> AffineQuantizedTensor:
 
 def run(x: torch.Tensor, weight: AffineQuantizedTensor) -> tuple[torch.Tensor, bool]:
     """The result, and whether integers were multiplied."""
-    with record_kernels() as ran:
-        y = functional.linear(x, weight)
+    with qtorch.kernels.record_kernels() as ran:
+        y = torch.nn.functional.linear(x, weight)
     assert ran[:2] == ["linear:weight_only_mm", "weight_only_mm"]
     return y, "fixed_point_mm" in ran
 
@@ -70,7 +68,7 @@ def test_rows_that_do_not_fit_and_where_it_is_faster(weight):
     y, fixed = run(x, weight)
     assert not fixed
     dense = weight.dequantize()
-    assert_same_product(y[::2], functional.linear(x[::2], dense), x[::2], dense)
+    assert_same_product(y[::2], torch.nn.functional.linear(x[::2], dense), x[::2], dense)
     assert 0 < error(y, x, weight) < gamma(1024 + EXTRA)
     assert not run(torch.randn(129, 1024), weight)[1]
     small = AffineQuantizedTensor.from_float(torch.randn(64, 1024), weight.scheme.spec)

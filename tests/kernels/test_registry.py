@@ -14,13 +14,11 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PlainLayout, QuantSpec, TensorCoreTiledLayout
-from qtorch.kernels import FallbackError, deregister, int_matmul, lookup, record_kernels, register
+from qtorch.kernels import FallbackError, deregister, int_matmul, lookup, record_kernels, register, registry
 from qtorch.kernels.custom_ops import _opaque, by_device, implement, implementations, note, opaque, portable
-from qtorch.kernels.registry import Problem, candidates, choose
-from qtorch.primitives import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, ZeroPointDomain
+from qtorch.primitives import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, ZeroPointDomain, qdtype
 from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.layouts.semi_sparse import pack_2_4
-from qtorch.primitives.qdtype import qdtype
 from tests.refusals import refuses
 
 
@@ -85,11 +83,11 @@ def test_a_kernel_that_rejects_is_passed_over(weight, kernel, torch_kernels):
     }
     for name, needs in mine.items():
         kernel(name, **needs)
-    problem = Problem("linear", weight.scheme, torch.float32, "cpu")
-    assert choose(problem).name == "weight_only_mm"
+    problem = registry.Problem("linear", weight.scheme, torch.float32, "cpu")
+    assert registry.choose(problem).name == "weight_only_mm"
     shown = {*mine, "int8_weight_mm", "weight_only_mm"}
-    reasons = [f"{k.name}: {reason}" for k, reason in candidates(problem) if k.name in shown]
-    assert candidates(problem)[-1][0].name == "reference"
+    reasons = [f"{k.name}: {reason}" for k, reason in registry.candidates(problem) if k.name in shown]
+    assert registry.candidates(problem)[-1][0].name == "reference"
     assert_expected_inline(
         "\n".join(reasons),
         """\

@@ -4,13 +4,11 @@ import importlib
 
 import pytest
 import torch
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, MappingType, PerGroup, PerRow, PerTensor, QuantSpec, TensorCoreTiledLayout
 from qtorch.kernels import features, int_matmul, int_scaled_matmul, record_kernels
 from qtorch.kernels.cuda.float8_scaled import float8_scaled_mm
-from qtorch.kernels.linear import reference
-from qtorch.kernels.linear.int4_tiled import MAX_ROWS
+from qtorch.kernels.linear import int4_tiled, reference
 from qtorch.primitives import LinearSpec, ZeroPointDomain, compute_error
 
 
@@ -24,19 +22,19 @@ def layer(dtype: torch.dtype, n: int = 72, k: int = 160, group: int = 32, rows: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bf16", [True, False])
-@pytest.mark.parametrize("rows", [0, 1, MAX_ROWS[True], MAX_ROWS[True] + 1])
+@pytest.mark.parametrize("rows", [0, 1, int4_tiled.MAX_ROWS[True], int4_tiled.MAX_ROWS[True] + 1])
 def test_against_reference_and_float(dtype, has_bf16, rows, monkeypatch):
     monkeypatch.setattr(features, "cpu_has", lambda feature: has_bf16)
     x, weight, quantized, bias = layer(dtype, rows=rows)
     with record_kernels() as ran:
-        y = functional.linear(x, quantized, bias)
-    packed = dtype == torch.bfloat16 and 0 < rows <= MAX_ROWS[has_bf16]
+        y = torch.nn.functional.linear(x, quantized, bias)
+    packed = dtype == torch.bfloat16 and 0 < rows <= int4_tiled.MAX_ROWS[has_bf16]
     assert ran == ["linear:int4_tiled_mm", "int4_tiled_mm"] + ["int4_tiled_mm.int4pack"] * packed
     assert (y.dtype, y.shape) == (dtype, (rows, 72))
     if rows:
         expected = reference.linear(x, quantized, bias)
         assert compute_error(expected, y) > {torch.float32: 110, torch.float16: 55, torch.bfloat16: 40}[dtype]
-        error = compute_error(functional.linear(x.float(), weight.float(), bias.float()), y)
+        error = compute_error(torch.nn.functional.linear(x.float(), weight.float(), bias.float()), y)
         assert 18 < error < 28
 
 
@@ -46,7 +44,7 @@ def test_groups_and_sizes(n, k, group):
     for dtype in (torch.float32, torch.bfloat16):
         x, _, quantized, _ = layer(dtype, n, k, group, rows=2)
         with record_kernels() as ran:
-            y = functional.linear(x, quantized)
+            y = torch.nn.functional.linear(x, quantized)
         assert (ran[-1] == "int4_tiled_mm.int4pack") == (dtype == torch.bfloat16)
         assert compute_error(reference.linear(x, quantized, None), y) > (40 if dtype == torch.bfloat16 else 110)
 
@@ -55,7 +53,7 @@ def test_scales_errors_and_longest_sums():
     """Weights quantized in fp32, activations in bf16, as under autocast: scales are rounded on the way."""
     x, _, quantized, _ = layer(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        y = functional.linear(x, quantized)
+        y = torch.nn.functional.linear(x, quantized)
     assert 35 < compute_error(reference.linear(x.bfloat16(), quantized, None), y) < 70
     xq, xs, wq, ws = operands()
     assert float8_scaled_mm(xq[:0], xs[:0], wq, ws, torch.float32).shape == (0, 20)
@@ -93,11 +91,11 @@ def test_cuda(rows, inner_k_tiles):
     x, _, quantized, bias = layer(torch.bfloat16, rows=rows)
     quantized = quantized.to_layout(TensorCoreTiledLayout(inner_k_tiles)).cuda()
     with record_kernels() as ran:
-        y = functional.linear(x.cuda(), quantized, bias.cuda())
+        y = torch.nn.functional.linear(x.cuda(), quantized, bias.cuda())
     assert ran == ["linear:int4_tiled_mm", "int4_tiled_mm", "int4_tiled_mm.int4pack"]
     assert 38 < compute_error(reference.linear(x.cuda(), quantized, bias.cuda()), y) < 90
     x32 = x.float().cuda()
-    assert compute_error(reference.linear(x32, quantized, None), functional.linear(x32, quantized)) > 60
+    assert compute_error(reference.linear(x32, quantized, None), torch.nn.functional.linear(x32, quantized)) > 60
 
 
 NONE = ZeroPointDomain.NONE
@@ -147,11 +145,11 @@ def test_cuda_of_float8(rows, dtype, granularity):
     quantized = AffineQuantizedTensor.from_float(weight, LinearSpec(spec, spec))
     x, bias = torch.randn(rows, 300, device="cuda", dtype=dtype), torch.randn(200, device="cuda", dtype=dtype)
     with record_kernels() as ran:
-        y = functional.linear(x, quantized, bias)
+        y = torch.nn.functional.linear(x, quantized, bias)
     assert ran[0] == "linear:float8_scaled_mm"
     assert y.dtype == dtype
     assert compute_error(reference.linear(x, quantized, bias), y) > 38
-    assert 24 < compute_error(functional.linear(x.float(), weight.float(), bias.float()), y) < 36
+    assert 24 < compute_error(torch.nn.functional.linear(x.float(), weight.float(), bias.float()), y) < 36
 
 
 module = importlib.import_module("qtorch.kernels.ops.int_matmul")

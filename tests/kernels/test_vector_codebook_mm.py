@@ -3,23 +3,19 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import AffineQuantizedTensor, PerGroup, PerRow, compute_error
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import variants
-from qtorch.kernels.cpu.compiled_library import library, missing
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow, compute_error
+from qtorch.kernels.cpu import compiled_library, variants
 from qtorch.kernels.linear import reference
 from qtorch.primitives.layouts import VectorCodebookLayout
-from qtorch.primitives.spec import LinearSpec
 from qtorch.primitives.vector_spec import RotatedVectorSpec, VectorSpec, codebook_arguments
 
 LEAST = {torch.float32: 105, torch.float16: 50, torch.bfloat16: 38}
 """SQNR in dB of a product whose sums are taken in another order."""
 SIZES = [(64, 512, 256), (37, 1024, 128), (40, 352, -1), (5, 64, 32), (33, 24, 8), (7, 2048, -1), (1, 128, 128)]
 COMPILED = ("fixed", "dot", "tile", "float")
-needs_library = pytest.mark.skipif(missing() is not None, reason="the compiled kernels are missing")
+needs_library = pytest.mark.skipif(compiled_library.missing() is not None, reason="the compiled kernels are missing")
 
 
 def weight_of(n, k, group, dtype, kind=RotatedVectorSpec):
@@ -39,15 +35,15 @@ def test_compiled(dtype, variant):
             weight, bias = weight_of(n, k, group, dtype, kind), torch.randn(n).to(dtype)
             for rows in (1, 2, 3, 4, 5, 20):
                 x = torch.randn(rows, k).to(dtype)
-                with variants.force(variant), record_kernels() as ran:
-                    y = functional.linear(x, weight, bias)
-                name = f"cpu_vector_codebook_mm.{library().instruction_set}.{variant}"
+                with variants.force(variant), qtorch.kernels.record_kernels() as ran:
+                    y = nn.functional.linear(x, weight, bias)
+                name = f"cpu_vector_codebook_mm.{compiled_library.library().instruction_set}.{variant}"
                 assert ran == ["linear:cpu_vector_codebook_mm", "cpu_vector_codebook_mm", name]
                 wanted = reference.linear(x, weight, bias)
                 assert y.dtype == dtype
                 assert compute_error(wanted, y) > LEAST[dtype], (n, k, group, kind, rows)
                 with variants.force(variant):  # the call that checks little
-                    assert torch.equal(functional.linear(x, weight, bias), y)
+                    assert torch.equal(nn.functional.linear(x, weight, bias), y)
 
 
 @needs_library
@@ -58,11 +54,11 @@ def test_rows_that_fixed_point_does_not_hold():
     x[0, 3], x[1], x[2] = 1e7, 0, x[2] * 1e30
     with variants.force("fixed"):
         for rows in (x, x[:1], x[1:2], x[2:3]):
-            y, wanted = functional.linear(rows, weight), reference.linear(rows, weight, None)
+            y, wanted = nn.functional.linear(rows, weight), reference.linear(rows, weight, None)
             torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
         x[0, 5], x[2, 7] = float("nan"), float("inf")
         for rows in (x[:1], x[2:3], x):
-            y = functional.linear(rows, weight)
+            y = nn.functional.linear(rows, weight)
             finite = rows.isfinite().all(1)
             assert torch.equal(y.isfinite().all(1), finite)
             assert not y[~finite].isfinite().any()
@@ -75,37 +71,14 @@ def test_in_torch(dtype):
     """The weight, and its transpose, of which a gradient is made."""
     for n, k, group in SIZES:
         for kind in (RotatedVectorSpec, VectorSpec):
-            weight, x = weight_of(n, k, group, dtype, kind), torch.randn(5, k).to(dtype).requires_grad_()
-            with record_kernels() as ran:
-                y = functional.linear(x, weight)
+            w, x = weight_of(n, k, group, dtype, kind), torch.randn(5, k).to(dtype).requires_grad_()
+            with qtorch.kernels.record_kernels() as ran:
+                y = nn.functional.linear(x, w)
                 y.sum().backward()
             kernel = "linear:vector_codebook_mm"
             assert [name for name in ran if "linear" in name] == [kernel, kernel]
-            assert compute_error(reference.linear(x, weight, None), y) > LEAST[dtype]
-            assert (
-                compute_error(weight.dequantize(torch.float32).sum(0).expand(5, -1), x.grad.float()) > LEAST[dtype] - 10
-            )
-
-
-def test_explain_names_the_kernel():
-    layer = nn.Linear(512, 64)
-    qtorch.quantize_(layer, qtorch.vector_codebook_weight_only())
-    kernel = "vector_codebook_mm" if missing() else "cpu_vector_codebook_mm"
-    assert f"runs {kernel}" in str(qtorch.explain(layer, torch.randn(1, 512)))
-
-
-def test_files(tmp_path):
-    """Two bits a weight in the file too, of layers, embeddings and convolutions, of rows and of columns."""
-    model = nn.Sequential(nn.Linear(1024, 256, bias=False), nn.Linear(256, 64, bias=False))
-    qtorch.quantize_(model, qtorch.vector_codebook_weight_only())
-    path = tmp_path / "model.safetensors"
-    qtorch.save_quantized(model, path)
-    assert path.stat().st_size < 1.05 * (1024 * 256 + 256 * 64) / 4 + 4096
-    loaded = nn.Sequential(nn.Linear(1024, 256, bias=False), nn.Linear(256, 64, bias=False))
-    qtorch.load_quantized(loaded, path)
-    x = torch.randn(3, 1024)
-    assert torch.equal(loaded(x), model(x))
-    assert torch.equal(loaded[0].weight.qdata, model[0].weight.qdata)
+            assert compute_error(reference.linear(x, w, None), y) > LEAST[dtype]
+            assert compute_error(w.dequantize(torch.float32).sum(0).expand(5, -1), x.grad.float()) > LEAST[dtype] - 10
 
 
 @pytest.mark.parametrize(
@@ -135,6 +108,6 @@ def test_what_does_not_fit():
     padded = nn.Linear(70, 8)
     qtorch.quantize_(padded, qtorch.vector_codebook_weight_only(32), on_misfit="pad")
     x = torch.randn(2, 70)
-    assert compute_error(functional.linear(x, padded.weight.dequantize(), padded.bias), padded(x)) > 100
+    assert compute_error(nn.functional.linear(x, padded.weight.dequantize(), padded.bias), padded(x)) > 100
     with pytest.raises(ValueError, match="rotates blocks, which is not trained"):
         qtorch.quantize_(nn.Linear(64, 8), qtorch.training.qat(qtorch.vector_codebook_weight_only()))

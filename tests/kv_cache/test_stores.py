@@ -7,19 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cache_form import TOKENS
+from qtorch.kernels import cache_form, record_kernels
 from qtorch.kernels.ops.quantize import quantize_keys_and_values, rotate_heads
 from qtorch.kv_cache import GrowingKV, KVCacheSpec, StaticKV, explain_attention
 from qtorch.primitives.jsonable import from_json, to_json
 from tests.refusals import refuses
 
 SPECS = [
-    *(KVCacheSpec(dtype, keys="token", recent=0, rotate_keys=False) for dtype in TOKENS),
+    *(KVCacheSpec(dtype, keys="token", recent=0, rotate_keys=False) for dtype in cache_form.TOKENS),
     KVCacheSpec("int8", recent=5),
-    *(KVCacheSpec(dtype, keys="channel", block=4) for dtype in TOKENS),
+    *(KVCacheSpec(dtype, keys="channel", block=4) for dtype in cache_form.TOKENS),
     KVCacheSpec("int4", keys="channel", block=8, recent=3, scale_dtype=torch.float16),
     KVCacheSpec("int8", value_dtype="int4", recent=0),
     KVCacheSpec("int4", value_dtype="int2", block=4),
@@ -27,9 +25,7 @@ SPECS = [
     KVCacheSpec("int3", keys="channel", block=8, rotate_keys=True, rotate_values=True),
 ]
 SPECS = [spec.settled() for spec in SPECS]
-NAMES = [
-    f"{s.dtype}-{s.value_dtype}-{s.keys}-{s.kept}" + "-rotated" * (s.rotate_keys or s.rotate_values) for s in SPECS
-]
+NAMES = [f"{s.dtype}-{s.value_dtype}-{s.keys}-{s.kept}" + "-turned" * (s.rotate_keys or s.rotate_values) for s in SPECS]
 EVERY_SPEC = pytest.mark.parametrize("spec", SPECS, ids=NAMES)
 
 
@@ -51,7 +47,7 @@ def rotated(spec, keys, values):
 
 def error_of(spec):
     """More than the error of normal numbers: half a step of 8 standard deviations; sums of such if rotated."""
-    steps = 2 ** min(4, *(TOKENS[name].dtype.bits for name in (spec.dtype, spec.value_dtype))) - 1
+    steps = 2 ** min(4, *(cache_form.TOKENS[name].dtype.bits for name in (spec.dtype, spec.value_dtype))) - 1
     return (2 if spec.rotate_keys or spec.rotate_values else 1) * 4 / steps
 
 
@@ -125,7 +121,7 @@ def test_bytes_half_precision_and_reset():
             keys, values = store.dequantize()
             assert keys.dtype == values.dtype == dtype
             query = torch.randn(2, 3, 1, 20, dtype=dtype)
-            wanted = F.scaled_dot_product_attention(
+            wanted = torch.nn.functional.scaled_dot_product_attention(
                 query.float(), *(x.float() for x in store.dequantize(torch.float32))
             )
             assert torch.allclose(store.attend(query).float(), wanted, rtol=0, atol=2 * torch.finfo(dtype).eps * 4)
@@ -152,7 +148,7 @@ def test_rotations_and_errors():
     keys[..., 7] *= 30
     query = torch.randn(1, 1, 1, 128)
     query[..., 7] /= 30
-    exact = F.scaled_dot_product_attention(query, keys, values)
+    exact = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
     error = {}
     for on in (False, True):
         store = GrowingKV(KVCacheSpec("int4", keys="token", recent=0, value_dtype="int8", rotate_keys=on))
@@ -179,10 +175,10 @@ def test_rotations_and_errors():
     refuses("max_length is positive", lambda: StaticKV(KVCacheSpec(), 0))
 
 
-@pytest.mark.parametrize("dtype", TOKENS)
+@pytest.mark.parametrize("dtype", cache_form.TOKENS)
 def test_static_stores_and_what_is_left_open(dtype):
     """Few bits: keys by channel and recent tokens where the store grows, rotated keys where each token comes alone."""
-    few, spec = TOKENS[dtype].dtype.bits <= 4, KVCacheSpec(dtype, block=16)
+    few, spec = cache_form.TOKENS[dtype].dtype.bits <= 4, KVCacheSpec(dtype, block=16)
     growing, static = GrowingKV(spec).spec, StaticKV(spec, 8).spec
     assert (growing.keys, growing.kept, growing.rotate_keys) == (("channel", 16, False) if few else ("token", 0, False))
     assert (static.keys, static.kept, static.rotate_keys) == ("token", 0, few)
@@ -214,7 +210,7 @@ def test_attention_is_that_of_the_dequantized_tokens(spec):
         with record_kernels() as ran:
             found = store.attend(query, causal=True)
         mask = torch.ones(rows, 35, dtype=torch.bool).tril(35 - rows)
-        wanted = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+        wanted = torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
         assert ran[spec.rotate_keys] == "kv_attention"
         assert torch.allclose(found, wanted, rtol=0, atol=3e-5)
 

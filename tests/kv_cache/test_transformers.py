@@ -257,23 +257,21 @@ def test_encoder_decoder():
     tokens = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     whisper = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, **layers, **widths, **lengths, **tokens))
     inputs = {"input_ids": torch.randint(1, 64, (2, 9))}, {"input_features": torch.randn(2, 16, 64)}
-    for model, given in zip((t5, whisper), inputs, strict=True):
+    for model, ids in zip((t5, whisper), inputs, strict=True):
         model.eval().requires_grad_(False)
         decoder = torch.randint(1, 64, (2, 10))
-        wanted = model(**given, decoder_input_ids=decoder, use_cache=False).logits
+        wanted = model(**ids, decoder_input_ids=decoder, use_cache=False).logits
         use_quantized_attention(model)
         cache = quantized_cache(model, "int8")
         with record_kernels() as ran:
             parts = [
-                model(**given, decoder_input_ids=part, past_key_values=cache).logits
+                model(**ids, decoder_input_ids=part, past_key_values=cache).logits
                 for part in (decoder[:, :4], *decoder[:, 4:].split(1, 1))
             ]
         assert ran.count("kv_attention") == 12
         error = (torch.cat(parts, 1) - wanted)[:, 4:].abs().max() / wanted.std()
         assert 1e-7 < float(error) < 0.02
-        found = model.generate(
-            **given, max_new_tokens=8, do_sample=False, past_key_values=quantized_cache(model, "int4")
-        )
+        found = model.generate(**ids, max_new_tokens=8, do_sample=False, past_key_values=quantized_cache(model, "int4"))
         assert found.shape[0] == 2
 
 

@@ -7,12 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional
 
 from qtorch.dtypes import AffineQuantizedTensor, PlainLayout, SemiSparseLayout, copying
 from qtorch.primitives import LinearSpec, MappingType, QuantSpec, compute_error, is_2_4, prune_2_4
-from qtorch.primitives.layouts.semi_sparse import pack_2_4, packed_length_2_4, unpack_2_4
+from qtorch.primitives.layouts.semi_sparse import pack_2_4, unpack_2_4
 from tests.dtypes.specs import FLOAT8, INT8, SPARSE, SPECS, quantized
 from tests.refusals import refuses
 
@@ -109,7 +107,7 @@ def test_another_packing_is_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> 
             assert view(w).scheme.layout == PlainLayout()
             assert torch.equal(view(w).dequantize(), view(d))
         ids = torch.tensor([3, 0, 3])
-        assert torch.equal(functional.embedding(ids, w), d[ids])
+        assert torch.equal(torch.nn.functional.embedding(ids, w), d[ids])
         patch.setattr(SemiSparseLayout, "packing", lambda self, device: None if device.type == "cpu" else 1)
         assert same_bits(copy.deepcopy(w), w)
     copying.forms_of.cache_clear()
@@ -137,7 +135,6 @@ def test_a_negative_zero_survives_on_cuda() -> None:
 
 
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.uint8]
-shapes = st.lists(st.integers(0, 37), min_size=1, max_size=3)
 
 
 def naive_prune(row: list[float]) -> list[float]:
@@ -147,13 +144,6 @@ def naive_prune(row: list[float]) -> list[float]:
         order = sorted(range(len(run)), key=lambda i: (-abs(run[i]), i))
         kept += [x if i in order[:2] else 0.0 for i, x in enumerate(run)]
     return kept
-
-
-def sparse_bytes(shape: list[int], seed: int) -> Tensor:
-    """Any bytes at two random positions of each four, zero or not; zero elsewhere."""
-    generator = torch.Generator().manual_seed(seed)
-    where = prune_2_4(torch.rand(shape, generator=generator) + 1) != 0
-    return torch.randint(0, 256, shape, generator=generator).mul(where).to(torch.uint8)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -193,7 +183,7 @@ def test_what_is_held_and_the_format() -> None:
     refuses(r"\(32, 64\) are not 2:4 sparse along axis -1: 512 of 512 runs", lambda: make(torch.ones(32, 64), INT8))
     pruned = prune_2_4(torch.randn(32, 64))
     refuses("packs int8 and float8_e4m3fn codes, the weight has int4", lambda: make(pruned, QuantSpec("int4")))
-    with pytest.raises(ValueError, match=r"without zero point, whose zeros have the code zero, got int8 P.* asymm"):
+    with pytest.raises(ValueError, match=r"takes no zero point, as zeros have the code zero, got int8 P.* asymm"):
         make(pruned, QuantSpec("int8", mapping=MappingType.ASYMMETRIC))
     # 16 codes: the first of each run, the second of each, then the positions, as `pack_bits` has them.
     codes = torch.tensor([0, 9, 0, 8, 7, 6, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0], dtype=torch.int8)
@@ -224,15 +214,3 @@ def test_every_run_that_is_2_4(dtype: torch.dtype) -> None:
     unpacked = unpack_2_4(pack_2_4(codes), len(codes), dtype)
     assert unpacked.dtype == dtype
     assert torch.equal(unpacked.view(torch.uint8), codes.view(torch.uint8))
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(shape=shapes, axis=st.integers(-3, -1), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
-def test_unpack_is_the_inverse_of_pack(shape: list[int], axis: int, dtype: torch.dtype, seed: int) -> None:
-    axis = max(axis, -len(shape))
-    codes = sparse_bytes(shape, seed).movedim(-1, axis)
-    length = codes.shape[axis]
-    packed = pack_2_4(codes.view(dtype), axis)
-    assert packed.dtype == torch.uint8
-    assert packed.shape[axis] == packed_length_2_4(length) == -(-length // 16) * 10
-    assert torch.equal(unpack_2_4(packed, length, dtype, axis).view(torch.uint8), codes)

@@ -9,11 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PlainLayout, QuantSpec, TensorCoreTiledLayout
-from qtorch.kernels.cpu.compiled_library import runs_here
 from qtorch.primitives import ZeroPointDomain
 from qtorch.primitives.layouts import tensor_core_tiled
 from qtorch.primitives.layouts.tensor_core_tiled import CpuPacking, pack_cpu, pack_cuda, unpack_cpu, unpack_cuda
@@ -37,12 +35,9 @@ def same_plain(a: AffineQuantizedTensor, b: AffineQuantizedTensor) -> bool:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    n=st.integers(0, 150),
-    groups=st.integers(1, 5),
-    group=st.sampled_from([32, 64, 128, 256]),
-    inner_k_tiles=st.sampled_from([2, 4, 8]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-)
+    n=st.integers(0, 150), groups=st.integers(1, 5), group=st.sampled_from([32, 64, 128, 256]),
+    inner_k_tiles=st.sampled_from([2, 4, 8]), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)  # fmt: skip
 def test_a_bijection(n: int, groups: int, group: int, inner_k_tiles: int, dtype: torch.dtype) -> None:
     w = AffineQuantizedTensor.from_float(torch.randn(n, groups * group, dtype=dtype), spec(group))
     packed = w.to_layout(TensorCoreTiledLayout(inner_k_tiles))
@@ -60,7 +55,7 @@ def test_bytes_views_and_the_cuda_format() -> None:
         assert view(w).scheme.layout == layout
         assert torch.equal(view(w).dequantize(), view(float_weight))
     meta = w.to("meta")
-    assert functional.linear(torch.empty(3, 128, device="meta"), meta).shape == (3, 128)
+    assert torch.nn.functional.linear(torch.empty(3, 128, device="meta"), meta).shape == (3, 128)
     # The packing depends on the processor; the file may be read on another one.
     w = torch.nn.Parameter(tiled(dtype=torch.bfloat16), requires_grad=False)
     file = io.BytesIO()
@@ -134,7 +129,7 @@ def test_cpu(n: int, k: int) -> None:
 @pytest.mark.parametrize("capability", ["avx512", "avx2", "default"])
 def test_the_packing_of_every_instruction_set_is_known(capability: str) -> None:
     """torch chooses it when it starts."""
-    if capability == "avx512" and not runs_here("avx512"):
+    if capability == "avx512" and not qtorch.kernels.cpu.compiled_library.runs_here("avx512"):
         pytest.skip("no avx512 here")
     code = "from qtorch.primitives.layouts.tensor_core_tiled import cpu_packing; print(*cpu_packing())"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 import qtorch
 from qtorch import LinearSpec, MappingType, PerGroup, int4_weight_only, int8_dynamic_activation_int8_weight, quantize_
 from qtorch.dtypes import AffineQuantizedTensor, PlainLayout, to_uintx
-from qtorch.model.install import PreparedModule
-from qtorch.model.misfit import Padded
+from qtorch.model import install, misfit
 from qtorch.primitives import qdtype
 from qtorch.training import int8_mixed_precision_training, int8_weight_only_quantized_training, optim, qat
 from qtorch.training.optim.qgalore import stored
 from tests import every_recipe
-from tests.attack import training_recipes
-from tests.attack.subject import Experts
+from tests.attack import subject, training_recipes
 
 K = 64
 """Features of the inputs."""
@@ -65,7 +63,7 @@ class Kind:
             warnings.simplefilter("ignore")
             torch.manual_seed(seed)
             module = self.module(seed, rows or self.rows[0])
-            if any(isinstance(part, PreparedModule) for part in module.modules()):
+            if any(isinstance(part, install.PreparedModule) for part in module.modules()):
                 module(self.inputs())
         return module
 
@@ -104,7 +102,7 @@ def embedding(recipe: Any) -> Make:
 
 def _experts(recipe: Any) -> Make:
     def make(seed: int, rows: int) -> nn.Module:
-        module = Experts(rows, 32)
+        module = subject.Experts(rows, 32)
         weight = recipe.apply(module.weight.detach())
         module.weight = nn.Parameter(weight, hasattr(recipe, "training_spec") or isinstance(recipe, qat))
         return module
@@ -202,7 +200,7 @@ def _kinds() -> list[Kind]:
         Kind("int4, TensorCoreTiledLayout", LAYOUT, linear(tiled), rows_of, recipe=tiled),
         Kind("block_sparse", LAYOUT, linear(sparse), rows_of, (64, 80), recipe=sparse),
         Kind("low_rank", LAYOUT, linear(beside), rows_of, recipe=beside),
-        Kind("int4, last group padded", LAYOUT, linear(Padded(INT4, 24), 40), functools.partial(normal, 8, 40)),
+        Kind("int4, last group padded", LAYOUT, linear(misfit.Padded(INT4, 24), 40), functools.partial(normal, 8, 40)),
     ]
     of_conv = int4_weight_only(group_size=24)
     for name, recipe in (("int8", qtorch.int8_weight_only()), ("int4", INT4), ("nf4", qtorch.nf4_weight_only())):

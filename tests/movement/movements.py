@@ -12,28 +12,25 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from tests.movement.holding import output, snapshot, unchanged
-from tests.movement.kinds import Kind
-from tests.movement.reasons import reason_of
+from tests.movement import holding, kinds, reasons
 
 
 class Case:
     """A module of a kind that has been called, so that kernels remember its weight."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: kinds.Kind) -> None:
         self.kind = kind
-        self.module: nn.Module = kind.make()
-        self.output: Tensor = output(self.module, kind)
-        assert torch.equal(output(self.module, kind), self.output)
+        self.module: torch.nn.Module = kind.make()
+        self.output: torch.Tensor = holding.output(self.module, kind)
+        assert torch.equal(holding.output(self.module, kind), self.output)
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> torch.Tensor:
         return self.module.weight  # type: ignore[return-value]
 
     @cached_property
-    def other(self) -> nn.Module:
+    def other(self) -> torch.nn.Module:
         """One with other numbers."""
         return self.kind.make(seed=2)
 
@@ -78,19 +75,19 @@ def cell(run: Callable[[], object]) -> str:
     except Exception as error:
         if TRACES:
             traceback.print_exc()
-        return reason_of(error)
+        return reasons.reason_of(error)
     return "yes"
 
 
-def outcome(column: Movement, kind: Kind) -> str:
+def outcome(column: Movement, kind: kinds.Kind) -> str:
     """The cell of a movement in one process."""
     case = Case(kind)
-    before = snapshot(case.module)
+    before = holding.snapshot(case.module)
     found = cell(lambda: column.run(case))
     if found != "yes" and not found.startswith("wrong"):
         try:
-            unchanged(case.module, before)
-            assert torch.equal(output(case.module, kind), case.output), "after the error: another output"
+            holding.unchanged(case.module, before)
+            assert torch.equal(holding.output(case.module, kind), case.output), "after the error: another output"
         except AssertionError as changed:
             return f"wrong: {changed}"
     return found

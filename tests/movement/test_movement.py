@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from qtorch.dtypes import QuantizedTensor
-from tests.movement import table
-from tests.movement.across import ACROSS
+from tests.movement import across, reasons, table
 from tests.movement.kinds import BY_NAME, KINDS, Kind
 from tests.movement.movements import MOVEMENTS, Movement, outcome
-from tests.movement.reasons import REASONS
 
 QUICK = ("int4_weight_only", "int8_dynamic_activation_int8_weight", "nf4, a convolution", "qat", "lsq")
 QUICK += ("int8 mixed precision, experts", "int8 codes, an embedding", "AdamW8bit, exp_avg")
@@ -39,7 +37,7 @@ def test_in_one_process(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-@pytest.mark.parametrize("name", ACROSS)
+@pytest.mark.parametrize("name", across.ACROSS)
 def test_between_processes(name: str) -> None:
     check(name)
 
@@ -48,7 +46,7 @@ def test_the_page_and_the_classes() -> None:
     text = table.PAGE.read_text()
     assert table.page(table.read(text)) == text, "python -m tests.movement.table --write"
     used = {cell for column in table.read(text).values() for cell in column.values()} - {"yes"}
-    assert used == set(REASONS), "every reason is that of a cell"
+    assert used == set(reasons.REASONS), "every reason is that of a cell"
 
     def subclasses(cls: type) -> set[type]:
         return {cls, *(found for sub in cls.__subclasses__() for found in subclasses(sub))}

@@ -8,7 +8,6 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken, ZeroPointDomain, primitives
 from qtorch.primitives import Granularity, QDType, choose_qparams_affine, compute_error, qdtype
@@ -29,13 +28,13 @@ mappings = pytest.mark.parametrize(("mapping", "domain"), MAPPINGS)
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def data(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def data(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Random numbers, not contiguous where the shape allows it."""
     x = torch.randn(shape[::-1], generator=torch.Generator().manual_seed(0))
     return x.permute(*range(len(shape))[::-1]).to(dtype)
 
 
-def round_trip(x: Tensor, mapping: MappingType, block: tuple[int, ...], code: QDType | str, **options) -> tuple:
+def round_trip(x: torch.Tensor, mapping: MappingType, block: tuple[int, ...], code: QDType | str, **options) -> tuple:
     """(scale, zero point, codes, reals)."""
     domain = options.get("zero_point_domain", ZeroPointDomain.INT)
     scale, zero_point = choose_qparams_affine(x, mapping, block, code, **options)
@@ -45,9 +44,7 @@ def round_trip(x: Tensor, mapping: MappingType, block: tuple[int, ...], code: QD
 
 @mappings
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-def test_the_error_is_at_most_half_a_step(
-    granularity: Granularity, mapping: MappingType, domain: ZeroPointDomain
-) -> None:
+def test_error_is_at_most_half_a_step(granularity: Granularity, mapping: MappingType, domain: ZeroPointDomain) -> None:
     for shape, dtype, code in itertools.product(SHAPES, FLOATS, map(qdtype, ("int8", "uint4"))):
         if (domain is ZeroPointDomain.NONE and not code.is_signed) or (
             isinstance(granularity, PerBlock) and len(shape) < 2
@@ -76,14 +73,9 @@ def test_sqnr_is_bounded_on_both_sides(granularity: Granularity, mapping: Mappin
 
 
 EXTREMES = [
-    [0.0, 0.0, 0.0, 0.0],
-    [0.1, 0.1, 0.1, 0.1],
-    [-5.0, -5.0, -5.0, -5.0],
-    [1e-40, -1e-44, 0.0, 1e-42],
-    [3e38, -3e38, 0.0, 1e38],
-    [-3e38, -3e38, 0.0, -3e38],
-    [3e38, 1e-40, 0.0, 1.0],
-]
+    [0.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.1], [-5.0, -5.0, -5.0, -5.0], [1e-40, -1e-44, 0.0, 1e-42],
+    [3e38, -3e38, 0.0, 1e38], [-3e38, -3e38, 0.0, -3e38], [3e38, 1e-40, 0.0, 1.0],
+]  # fmt: skip
 
 
 @mappings
@@ -176,11 +168,9 @@ def test_quantize_undoes_dequantize(code: str, scale: float, zero_point: int, do
 
 @PROPERTY
 @given(
-    x=st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=20),
-    scale=st.floats(2**-10, 1024, width=32),
-    zero_point=st.integers(-8, 7),
-    domain=st.sampled_from(ZeroPointDomain),
-)
+    x=st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=20), scale=st.floats(2**-10, 1024, width=32),
+    zero_point=st.integers(-8, 7), domain=st.sampled_from(ZeroPointDomain),
+)  # fmt: skip
 def test_quantize_is_monotonic(x: list[float], scale: float, zero_point: int, domain: ZeroPointDomain) -> None:
     s, z = torch.tensor([scale]), torch.tensor([zero_point])
     ordered = torch.tensor(x).sort().values
@@ -219,14 +209,9 @@ def test_what_is_refused(message: str) -> None:
 OPS = torch.ops.quantized_decomposed
 
 RANGES = [
-    (torch.int8, -128, 127),
-    (torch.int8, -127, 127),
-    (torch.int8, -8, 7),
-    (torch.uint8, 0, 255),
-    (torch.uint8, 0, 15),
-    (torch.int16, -32768, 32767),
-    (torch.int32, -(2**20), 2**20),
-]
+    (torch.int8, -128, 127), (torch.int8, -127, 127), (torch.int8, -8, 7), (torch.uint8, 0, 255), (torch.uint8, 0, 15),
+    (torch.int16, -32768, 32767), (torch.int32, -(2**20), 2**20),
+]  # fmt: skip
 INPUTS = {
     "normal": lambda g: torch.randn(33, 21, generator=g),
     "positive": lambda g: torch.rand(33, 21, generator=g) + 3,
@@ -240,7 +225,7 @@ INPUTS = {
 }
 
 
-def data_of_torch(name: str = "normal") -> Tensor:
+def data_of_torch(name: str = "normal") -> torch.Tensor:
     return INPUTS[name](torch.Generator().manual_seed(0))
 
 
@@ -306,7 +291,7 @@ def test_per_channel(mapping: MappingType, axis: int, dtype: torch.dtype, low: i
 
 # torch adds the zero point after rounding in quantize_per_tensor and per_channel, as we do, but
 # before rounding in quantize_per_token and per_channel_group.
-def assert_equal_but_for_ties(codes: Tensor, wanted: Tensor, quotient: Tensor) -> None:
+def assert_equal_but_for_ties(codes: torch.Tensor, wanted: torch.Tensor, quotient: torch.Tensor) -> None:
     difference = (codes.int() - wanted.int()).abs()
     # The sum of quotient and zero point rounds to a multiple of 2^-16 or finer.
     tie = (quotient - quotient.floor() - 0.5).abs() <= 2**-16

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from qtorch import CodebookSpec, MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.primitives import dequantize_codebook, from_json, kmeans_codebook, power_table, quantize_codebook, to_json
@@ -22,17 +21,17 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BLOCKS = [(1, -1), (1, 8), (-1, -1), (4, 8), (2, 1), (-1, 1)]
 
 
-def student_t(*shape: int) -> Tensor:
+def student_t(*shape: int) -> torch.Tensor:
     return torch.distributions.StudentT(4.0).sample(shape)
 
 
-def applied(spec: CodebookSpec, x: Tensor) -> Tensor:
+def applied(spec: CodebookSpec, x: torch.Tensor) -> torch.Tensor:
     scale = spec.choose_scale(x)
     table = spec.choose_table(x, scale)
     return spec.dequantize(spec.quantize(x, scale, table), scale, table)
 
 
-def squared_error(x: Tensor, table: Tensor, weights: Tensor | None = None) -> Tensor:
+def squared_error(x: torch.Tensor, table: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Of each row to the nearest entries of its table, in fp64."""
     error = (x.double().unsqueeze(-1) - table.double().unsqueeze(-2)).square().amin(-1)
     return (error if weights is None else error * weights).sum(-1)
@@ -112,9 +111,7 @@ def test_any_rank_and_empty(spec: CodebookSpec, shape: tuple[int, ...]) -> None:
 def test_kmeans_beats_uniform(make: object, bits: int, granularity: object) -> None:
     x = make(64, 512)
     ours = compute_error(x, applied(CodebookSpec(f"uint{bits}", granularity), x))
-    uniform = max(
-        compute_error(x, QuantSpec(f"uint{bits}", granularity, mapping).fake_quantize(x)) for mapping in MappingType
-    )
+    uniform = max(compute_error(x, QuantSpec(f"uint{bits}", granularity, m).fake_quantize(x)) for m in MappingType)
     assert uniform + 1 < ours < 6.02 * bits + 3
 
 

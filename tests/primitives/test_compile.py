@@ -11,9 +11,6 @@ from qtorch import PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDo
 from qtorch.dtypes.serialize import pack_to_int32, to_canonical, unpack_from_int32
 from qtorch.model.report import quantization_error
 from qtorch.primitives import CodebookSpec, HQQRule, MappingType, MSERule, learned_step_fake_quantize, qdtype, slices
-from qtorch.primitives.granularity import Granularity, PerAxis
-from qtorch.primitives.layouts.packed import pack_bits, unpack_bits
-from qtorch.primitives.slices import in_slices
 from qtorch.recipes.base import WeightRecipe
 from tests.fast_part import matrix_but
 
@@ -22,7 +19,7 @@ SPECS = [
     QuantSpec("uint8", PerRow(), MappingType.ASYMMETRIC),
     QuantSpec("uint4", PerGroup(16), MappingType.ASYMMETRIC, ZeroPointDomain.FLOAT),
     QuantSpec("int4", PerBlock((4, 16)), MappingType.SYMMETRIC_NO_CLIPPING_ERR),
-    QuantSpec("int8", PerAxis(-1), MappingType.SYMMETRIC, ZeroPointDomain.NONE),
+    QuantSpec("int8", qtorch.primitives.granularity.PerAxis(-1), MappingType.SYMMETRIC, ZeroPointDomain.NONE),
     QuantSpec("float8_e4m3fn", PerRow()),
     QuantSpec("int4", PerRow(), scale_rule=MSERule(3)),
     QuantSpec("uint4", PerGroup(16), MappingType.ASYMMETRIC, scale_rule=HQQRule(iterations=2, starts=2)),
@@ -170,10 +167,10 @@ def test_recipes(
 def test_packing_of_slices(bits: int, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = torch.randint(0, 2**bits, (5, 40, 24), dtype=torch.uint8)
     whole(monkeypatch)
-    wanted = pack_bits(codes, bits, axis)
+    wanted = qtorch.primitives.layouts.packed.pack_bits(codes, bits, axis)
     small(monkeypatch)
-    assert torch.equal(pack_bits(codes, bits, axis), wanted)
-    assert torch.equal(unpack_bits(wanted, bits, codes.shape[axis], axis), codes)
+    assert torch.equal(qtorch.primitives.layouts.packed.pack_bits(codes, bits, axis), wanted)
+    assert torch.equal(qtorch.primitives.layouts.packed.unpack_bits(wanted, bits, codes.shape[axis], axis), codes)
     if bits in (1, 2, 4):
         kind = qdtype(f"uint{bits}")
         assert torch.equal(unpack_from_int32(pack_to_int32(codes, kind), kind, 24), codes)
@@ -182,7 +179,7 @@ def test_packing_of_slices(bits: int, axis: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("granularity", [
     qtorch.PerTensor(), qtorch.PerRow(), qtorch.PerBlock((8, 16)), qtorch.PerGroup(8), qtorch.PerAxis(1)
 ], ids=str)  # fmt: skip
-def test_granularities(granularity: Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_granularities(granularity: qtorch.primitives.granularity.Granularity, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, weight = qtorch.QuantSpec(torch.int4, granularity), torch.randn(32, 64)
     whole(monkeypatch)
     scale, zero_point = spec.choose_qparams(weight)
@@ -205,7 +202,7 @@ def test_slices_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
         return x * scale
 
     x, scale = torch.randn(2, 30, 100), torch.randn(2, 1, 1)
-    assert torch.equal(in_slices(double, x, scale, axes=2), x * scale)
+    assert torch.equal(slices.in_slices(double, x, scale, axes=2), x * scale)
     assert len(seen) > 5
     assert max(seen) <= slices.slice_elements()
 
@@ -219,10 +216,10 @@ def test_what_is_recorded_is_computed_at_once(monkeypatch: pytest.MonkeyPatch) -
         return x * 2
 
     with torch.enable_grad():
-        in_slices(count, torch.randn(32, 64, requires_grad=True))
-    in_slices(count, torch.randn(64, 32).t())
-    in_slices(count, torch.randn(32, 64, device="meta"))
-    torch.func.vmap(lambda x: in_slices(count, x))(torch.randn(2, 32, 64))
+        slices.in_slices(count, torch.randn(32, 64, requires_grad=True))
+    slices.in_slices(count, torch.randn(64, 32).t())
+    slices.in_slices(count, torch.randn(32, 64, device="meta"))
+    torch.func.vmap(lambda x: slices.in_slices(count, x))(torch.randn(2, 32, 64))
     assert len(calls) == 4
 
 

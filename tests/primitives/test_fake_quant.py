@@ -18,12 +18,8 @@ from qtorch.primitives import fake_quantize_affine_cachemask as cachemask
 from tests.rounding import same_bits
 
 RANGES = [
-    (torch.int8, -128, 127),
-    (torch.int8, -127, 127),
-    (torch.uint8, 0, 255),
-    (torch.uint8, 0, 15),
-    (torch.int8, -8, 7),
-]
+    (torch.int8, -128, 127), (torch.int8, -127, 127), (torch.uint8, 0, 255), (torch.uint8, 0, 15), (torch.int8, -8, 7),
+]  # fmt: skip
 MAPPINGS = [
     (mapping, domain)
     for mapping, domain in itertools.product(MappingType, ZeroPointDomain)
@@ -151,13 +147,8 @@ def test_a_second_time_changes_nothing(code: str, dtype: torch.dtype, mapping, s
 
 
 STEPS_RANGES = [
-    ("int8", -128, 127),
-    ("int8", -127, 127),
-    ("uint8", 0, 255),
-    ("uint4", 0, 15),
-    ("int4", -8, 7),
-    ("int2", -2, 1),
-]
+    ("int8", -128, 127), ("int8", -127, 127), ("uint8", 0, 255), ("uint4", 0, 15), ("int4", -8, 7), ("int2", -2, 1),
+]  # fmt: skip
 every_range = pytest.mark.parametrize(("dtype", "low", "high"), STEPS_RANGES)
 GRANULARITIES = [PerTensor(), PerRow(), PerAxis(0), PerGroup(4), PerBlock((2, 4))]
 

@@ -5,16 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import LinearSpec, PerGroup, QuantSpec, quantize_
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, QuantSpec, explain, quantize_
 from qtorch.calibration import Gptq, Nearest, calibrated
-from qtorch.dtypes import AffineQuantizedTensor
-from qtorch.model.explain import explain
-from qtorch.primitives import PerBlock, PerRow, RotatedSpec, from_json, to_json
-from qtorch.primitives.rotated_spec import sylvester
+from qtorch.primitives import PerBlock, PerRow, RotatedSpec, from_json, rotated_spec, to_json
 from qtorch.training import qat
 from tests.refusals import refuses
 
@@ -31,7 +26,7 @@ def outliers(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [2, 8, 32, 128])
 def test_the_matrix(size: int) -> None:
-    h = sylvester(size, torch.device("cpu"), torch.float64)
+    h = rotated_spec.sylvester(size, torch.device("cpu"), torch.float64)
     assert torch.equal(h, h.t())
     torch.testing.assert_close(h @ h, torch.eye(size, dtype=torch.float64))
     torch.testing.assert_close(h.abs(), torch.full_like(h, size**-0.5))
@@ -40,7 +35,7 @@ def test_the_matrix(size: int) -> None:
 @pytest.mark.parametrize("spec", [INT4, ROTATED.linear_spec().weight], ids=str)
 def test_codes_are_those_of_the_rotated_values(spec: RotatedSpec) -> None:
     x = outliers(6, 96)
-    by_hand = (x.unflatten(1, (3, 32)) @ sylvester(32, x.device, x.dtype)).flatten(1)
+    by_hand = (x.unflatten(1, (3, 32)) @ rotated_spec.sylvester(32, x.device, x.dtype)).flatten(1)
     torch.testing.assert_close(spec.rotated(x), by_hand)
     torch.testing.assert_close(spec.rotated(spec.rotated(x)), x)
     scale, zero_point = spec.choose_qparams(x)
@@ -65,14 +60,14 @@ def test_forms_outliers_and_gptq() -> None:
     refuses("rotated as the weight is", lambda: LinearSpec(INT4, INT4.unrotated))
     refuses("rotated as the weight is", lambda: LinearSpec(INT4.unrotated, RotatedSpec(torch.int4, PerGroup(16))))
     x, errors = outliers(50, 64), []
-    layer = nn.Linear(64, 16)
+    layer = torch.nn.Linear(64, 16)
     wanted = layer(x).detach()
     for recipe in (PLAIN, ROTATED):
         quantized = copy.deepcopy(layer)
         quantize_(quantized, recipe)
         errors.append(float((quantized(x) - wanted).detach().norm() / wanted.norm()))
     assert 0 < errors[1] < errors[0]
-    layer, x = nn.Linear(64, 32), outliers(400, 64) @ torch.randn(64, 64)
+    layer, x = torch.nn.Linear(64, 32), outliers(400, 64) @ torch.randn(64, 64)
     errors = []
     for rounding in (Nearest(), Gptq()):
         quantized = copy.deepcopy(layer)
@@ -88,11 +83,11 @@ def test_forms_outliers_and_gptq() -> None:
 
 
 def test_a_layer_computes_with_rotated_codes(tmp_path: Path) -> None:
-    layer, x = nn.Linear(64, 16), outliers(9, 64)
+    layer, x = torch.nn.Linear(64, 16), outliers(9, 64)
     layer.weight.data[:, 3] *= 10
     before = copy.deepcopy(layer)
     quantize_(layer, ROTATED)
-    h = sylvester(32, x.device, torch.float64)
+    h = rotated_spec.sylvester(32, x.device, torch.float64)
     spec = PLAIN.linear_spec().weight
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
@@ -110,7 +105,7 @@ def test_a_layer_computes_with_rotated_codes(tmp_path: Path) -> None:
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, weight.dequantize().sum(0).expand_as(x), rtol=1e-4, atol=1e-4)
     qtorch.save_quantized(layer, tmp_path / "layer.safetensors")
-    other = nn.Linear(64, 16)
+    other = torch.nn.Linear(64, 16)
     qtorch.load_quantized(other, tmp_path / "layer.safetensors")
     assert torch.equal(other(x), layer(x))
     assert quantize_(copy.deepcopy(before), ROTATED).layers[0].kernel == "emulated_scaled_mm"
@@ -120,15 +115,15 @@ def test_embeddings_experts_and_what_refuses() -> None:
     """What has no kernel of its own for rotated codes runs the reference, in the same numbers."""
     weight = outliers(12, 64)
     tensor = AffineQuantizedTensor.from_float(weight, LinearSpec(INT4))
-    torch.testing.assert_close(functional.linear(weight, tensor), weight @ tensor.dequantize().t())
-    assert torch.equal(functional.embedding(torch.tensor([3, 7]), tensor), tensor.dequantize()[[3, 7]])
+    torch.testing.assert_close(torch.nn.functional.linear(weight, tensor), weight @ tensor.dequantize().t())
+    assert torch.equal(torch.nn.functional.embedding(torch.tensor([3, 7]), tensor), tensor.dequantize()[[3, 7]])
     spec = ROTATED.linear_spec()
     experts, x = outliers(24, 64).reshape(2, 12, 64), outliers(10, 64, 1).reshape(2, 5, 64)
     fused = AffineQuantizedTensor.from_float(experts, spec)
     for index, y in enumerate(torch.bmm(x, fused.transpose(-1, -2))):
         single = AffineQuantizedTensor.from_float(experts[index], spec)
-        torch.testing.assert_close(y, functional.linear(x[index], single), rtol=1e-5, atol=1e-4)
-    layer = nn.Linear(64, 16)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x[index], single), rtol=1e-5, atol=1e-4)
+    layer = torch.nn.Linear(64, 16)
     refuses("leave rotated=True out", lambda: quantize_(layer, qat(ROTATED)))
     quantize_(layer, ROTATED)
     from qtorch.checkpoint.formats.compressed_tensors.scheme import args_of

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain
 from qtorch.primitives import AbsMaxRule, AbsMeanRule, FixedRangeRule, HQQRule, MinMaxRule, MSERule, compute_error
@@ -27,11 +26,11 @@ RULES = [
 GRANULARITIES = [PerTensor(), PerRow(), PerAxis(-1), PerGroup(16), PerBlock((4, 16))]
 
 
-def data(*shape: int, seed: int = 0) -> Tensor:
+def data(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def squared_error(x: Tensor, spec: QuantSpec) -> Tensor:
+def squared_error(x: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
     """Sum over each block, of the scale's shape."""
     scale, zero_point = spec.choose_qparams(x)
     real = spec.dequantize(spec.quantize(x, scale, zero_point), scale, zero_point)

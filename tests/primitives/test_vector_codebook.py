@@ -7,9 +7,6 @@ import torch
 
 import qtorch
 from qtorch import PerBlock, PerGroup, PerRow, PerTensor, compute_error
-from qtorch.primitives import from_json, to_json
-from qtorch.primitives.granularity import IndivisibleError
-from qtorch.primitives.layouts import VectorCodebookLayout
 from qtorch.primitives.spec import LinearSpec, Scheme
 from qtorch.primitives.vector_spec import (
     BASES,
@@ -98,7 +95,7 @@ def test_rows_are_rotated_in_blocks(columns, block):
 @pytest.mark.parametrize("kind", [VectorSpec, RotatedVectorSpec])
 def test_spec(kind, granularity):
     of, x = spec(granularity, kind), torch.randn(16, 192) * torch.rand(16, 1)
-    assert from_json(to_json(of)) == of
+    assert qtorch.primitives.from_json(qtorch.primitives.to_json(of)) == of
     scale, zero_point = of.choose_qparams(x)
     codes = of.quantize(x, scale, zero_point)
     assert zero_point is None
@@ -133,11 +130,11 @@ def test_refusals():
             spec(granularity, kind)
     with pytest.raises(ValueError, match=r"RotatedVectorSpec: quant_max is 59\.0, got 7"):
         RotatedVectorSpec(**{**codebook_arguments(), "quant_max": 7})
-    refuses("vectors of 4", lambda: spec().block_size((3, 6)), IndivisibleError)
+    refuses("vectors of 4", lambda: spec().block_size((3, 6)), qtorch.primitives.granularity.IndivisibleError)
     with pytest.raises(ValueError, match="holds the codes of a VectorSpec"):
-        qtorch.int8_weight_only().apply(torch.randn(4, 8)).to_layout(VectorCodebookLayout())
+        qtorch.int8_weight_only().apply(torch.randn(4, 8)).to_layout(qtorch.primitives.layouts.VectorCodebookLayout())
     with pytest.raises(ValueError, match="lie along axis -1"):
-        VectorCodebookLayout(-2).check(Scheme(LinearSpec(spec()), (8, 8), torch.float32))
+        qtorch.primitives.layouts.VectorCodebookLayout(-2).check(Scheme(LinearSpec(spec()), (8, 8), torch.float32))
 
 
 def test_views():

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 from qtorch.training import optim, parameter_groups
 
-QUANTIZED = {
-    name: getattr(optim, name) for name in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
-}
+QUANTIZED = {n: getattr(optim, n) for n in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")}
 ALL = {**QUANTIZED, "_AdamW": optim._AdamW}
 
 

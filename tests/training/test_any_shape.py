@@ -8,18 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import MappingType, PerRow, PerTensor, QuantSpec, compute_error, quantize_, training
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.ops.int8_grouped_mm import int8_sums
 from qtorch.training import TrainingSpec, fully_quantized, quantized_conv2d, quantized_einsum, quantized_matmul
 from qtorch.training.engine.contraction import contraction
 from tests.refusals import refuses
 from tests.training import reference
-from tests.training.reference import three_matmuls
 
 RECIPES = {name: recipe for name, recipe in reference.RECIPES.items() if recipe.training_spec().output.is_quantized}
 RECIPES["int8 tensorwise"] = training.mixed_precision_training(fully_quantized(8, 8, PerTensor()))
@@ -36,7 +32,7 @@ def test_more_tokens_than_int32_holds_sums_of(name: str, build: str | None) -> N
         layer, RECIPES[name] if name in RECIPES else training.mixed_precision_training(TrainingSpec(*[ASYMMETRIC] * 3))
     )
     signs = torch.tensor([1.0, -1.0]).repeat(16)
-    with nullcontext() if build else compiled_library.use(None):
+    with nullcontext() if build else qtorch.kernels.cpu.compiled_library.use(None):
         layer(signs.expand(140_032, 32)).backward(signs.flip(0).expand(140_032, 32))
     torch.testing.assert_close(layer.weight.grad, 140_032 * signs.flip(0).outer(signs), rtol=0.02, atol=0)
 
@@ -58,14 +54,14 @@ def test_sums_and_operands() -> None:
         assert compute_error(wanted, got) > 110
     a, b, g = torch.randn(30, 16), torch.randn(16, 20), torch.randn(30, 20)
     spec = fully_quantized(8, 4)
-    y, da, db = three_matmuls(a, b.t(), g, spec)
+    y, da, db = reference.three_matmuls(a, b.t(), g, spec)
     a.requires_grad_(), b.requires_grad_()
     got = quantized_einsum("mk,kn->mn", a, b, spec)
     got.backward(g)
     for mine, wanted in ((got, y), (a.grad, da), (b.grad, db.t())):
         assert compute_error(wanted, mine.detach().double()) > 110
     q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8)
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = quantized_einsum("bhqd,bhkd->bhqk", q, k, fully_quantized())
     assert ran.count("int_matmul") == 6
     assert 25 < compute_error(q @ k.mT, y) < 60
@@ -86,7 +82,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, offs: Tensor) -> Tensor:
         up, down = (w if self.is_transposed else w.mT for w in (self.up_proj, self.down_proj))
-        return functional.grouped_mm(torch.relu(functional.grouped_mm(x, up, offs=offs)), down, offs=offs)
+        return nn.functional.grouped_mm(torch.relu(nn.functional.grouped_mm(x, up, offs=offs)), down, offs=offs)
 
 
 OFFS = torch.tensor([7, 7, 30, 40], dtype=torch.int32)
@@ -104,7 +100,7 @@ def test_experts(name: str, transposed: bool) -> None:
     floats = experts(x, OFFS).detach()
     report = quantize_(model, recipe)
     assert str(report).count("skipped") == 0
-    with record_kernels() as kernels:
+    with qtorch.kernels.record_kernels() as kernels:
         y = experts(x, OFFS)
         y.square().sum().backward()
     if "int8" in name:
@@ -148,7 +144,7 @@ def test_experts_alone_and_what_bitnet_leaves() -> None:
     weight, x = model[0].up_proj, torch.randn(4, 5, 32)
     batched = torch.bmm(x, weight.mT)
     for e in range(4):
-        assert torch.equal(batched[e], functional.linear(x[e], weight[e]))
+        assert torch.equal(batched[e], nn.functional.linear(x[e], weight[e]))
     batched.sum().backward()
     assert (weight.grad != 0).any(-1).any(-1).all()
     model = nn.Sequential(Experts())
@@ -170,10 +166,8 @@ def test_quantized_grouped_mm(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -
     if (a.dim(), b.dim()) == (3, 2):  # torch's own wants other strides
         wanted = torch.cat([a[e] @ b[:, start:stop] for e, (start, stop) in enumerate([(0, 4), (4, 4), (4, 8)])], 1)
     else:
-        wanted = functional.grouped_mm(a, b, offs=offs)
-    torch.testing.assert_close(
-        qtorch.training.quantized_grouped_mm(a, b, TrainingSpec(), offs), wanted, rtol=1e-5, atol=1e-5
-    )
+        wanted = nn.functional.grouped_mm(a, b, offs=offs)
+    torch.testing.assert_close(training.quantized_grouped_mm(a, b, TrainingSpec(), offs), wanted, rtol=1e-5, atol=1e-5)
     y = qtorch.training.quantized_grouped_mm(a, b, fully_quantized(), offs)
     assert 25 < compute_error(wanted, y) < 60
     gradients = torch.autograd.grad(wanted.square().sum(), (a, b))
@@ -204,7 +198,7 @@ def test_convolutions_and_transposed_ones() -> None:
     x, w, _ = operands("conv2d")
     w[3] *= 1000
     x[1] *= 1000
-    y, wanted = quantized_conv2d(x, w, fully_quantized()), functional.conv2d(x, w)
+    y, wanted = quantized_conv2d(x, w, fully_quantized()), nn.functional.conv2d(x, w)
     assert compute_error(wanted[0, 4], y[0, 4]) > 30
     for name in ("conv2d", "conv_transpose2d"):
         x, w, _ = operands(name)
@@ -212,7 +206,7 @@ def test_convolutions_and_transposed_ones() -> None:
         assert torch.equal(conv(x[0], w, fully_quantized()), conv(x[:1], w, fully_quantized())[0])
     x, w, b = operands("conv2d")
     weight = torch.nn.Parameter(training.MasterWeight.of(w, fully_quantized()))
-    y = functional.conv2d(x, weight, b, padding=1)
+    y = nn.functional.conv2d(x, weight, b, padding=1)
     assert torch.equal(y, quantized_conv2d(x, w, fully_quantized(), b, padding=1))
     y.sum().backward()
     assert weight.grad.shape == w.shape
@@ -229,7 +223,7 @@ def test_rows_of_a_table(name: str, tied: bool) -> None:
     weight, rhs = model["table"].weight, RECIPES[name].training_spec().output.rhs
     assert (model["head"].weight is weight) == tied
     torch.testing.assert_close(model["table"](ids), rhs.fake_quantize(weight.master.detach())[ids])
-    functional.cross_entropy(model["head"](torch.tanh(model["table"](ids))), ids).backward()
+    nn.functional.cross_entropy(model["head"](torch.tanh(model["table"](ids))), ids).backward()
     assert torch.equal((torch.as_tensor(weight.grad) != 0).any(1), torch.arange(40) < (40 if tied else 9))
 
 
@@ -303,27 +297,18 @@ def test_einsum_errors(equation: str, message: str) -> None:
 
 # --- convolutions ---
 CONVS = {
-    f"conv{of}{ndim}d": (getattr(training, f"quantized_conv{of}{ndim}d"), getattr(functional, f"conv{of}{ndim}d"))
+    f"conv{of}{ndim}d": (getattr(training, f"quantized_conv{of}{ndim}d"), getattr(nn.functional, f"conv{of}{ndim}d"))
     for of in ("", "_transpose")
     for ndim in (1, 2, 3)
 }
 OPTIONS = [
-    {},
-    {"stride": 2},
-    {"padding": 1},
-    {"padding": "same"},
-    {"padding": "valid", "dilation": 2},
-    {"padding": "same", "dilation": 2},
-    {"groups": 2},
-    {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
-]
+    {}, {"stride": 2}, {"padding": 1}, {"padding": "same"}, {"padding": "valid", "dilation": 2},
+    {"padding": "same", "dilation": 2}, {"groups": 2}, {"groups": 4, "stride": 2, "padding": 2, "dilation": 2},
+]  # fmt: skip
 OF_TRANSPOSED = [
-    {},
-    {"stride": 2},
-    {"stride": 3, "padding": 1, "output_padding": 2},
-    {"padding": 2, "dilation": 2},
+    {}, {"stride": 2}, {"stride": 3, "padding": 1, "output_padding": 2}, {"padding": 2, "dilation": 2},
     {"groups": 2, "stride": 2, "output_padding": 1},
-]
+]  # fmt: skip
 CASES = [(name, options) for name in CONVS for options in (OF_TRANSPOSED if "transpose" in name else OPTIONS)]
 
 
@@ -346,7 +331,7 @@ def test_in_full_precision(name: str, options: dict) -> None:
 def test_in_int8(name: str, options: dict) -> None:
     mine, theirs = CONVS[name]
     x, w, b = operands(name, options.get("groups", 1))
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         got = results(lambda x, w, b: mine(x, w, fully_quantized(), b, **options), x, w, b)
     assert ran.count("int_matmul") == 3 * options.get("groups", 1)
     for a, wanted in zip(got[:3], results(lambda x, w, b: theirs(x, w, b, **options), x, w, b)):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
 from qtorch import PerAxis, PerGroup, QuantSpec, compute_error, quantize_, training
 from qtorch.kernels import record_kernels
@@ -35,7 +34,7 @@ README_MATMUL = [
 ]
 
 
-def gen_matrix(rows: int, columns: int) -> Tensor:
+def gen_matrix(rows: int, columns: int) -> torch.Tensor:
     """As the README has it."""
     return torch.tensor(np.random.RandomState(0).normal(size=(rows, columns)), dtype=torch.float32)
 
@@ -66,7 +65,7 @@ def test_the_readme_noise_and_lost_tokens() -> None:
 def test_the_mlp_of_the_readme() -> None:
     """Bit widths and `preserve_max_val` as `config.fully_quantized` sets them; gradients as well."""
     spec = fully_quantized(8, 8, preserve_max_val=False)
-    model = nn.Sequential(nn.Linear(4, 16, bias=False), nn.ReLU(), nn.Linear(16, 4, bias=False))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16, bias=False), torch.nn.ReLU(), torch.nn.Linear(16, 4, bias=False))
     for layer, kernel in zip((model[0], model[2]), README["kernels"], strict=True):
         layer.weight.data = torch.tensor(kernel).t().contiguous()
     x = gen_matrix(3, 4)
@@ -114,7 +113,7 @@ def test_products_of_every_width(bits: int, preserve_zero: bool) -> None:
 @pytest.mark.parametrize("bits", [1, 4])
 def test_half_integers_convert(bits: int) -> None:
     """Codes at their true size, one bit in one bit; the converted layer computes the same numbers."""
-    layer = nn.Linear(64, 32)
+    layer = torch.nn.Linear(64, 32)
     quantize_(layer, mixed_precision_training(fully_quantized(1, 8) if bits == 1 else _half_integers(bits)))
     x = torch.randn(5, 64)
     with torch.no_grad():
@@ -199,7 +198,7 @@ def test_folded_scales(fold: str) -> None:
 
 
 def test_what_does_not_convert_and_accumulators() -> None:
-    layer = nn.Linear(64, 32)
+    layer = torch.nn.Linear(64, 32)
     spec = TrainingSpec(GemmSpec(integer(8), integer(8), mid_alpha=(0.5, 0.5)))
     quantize_(layer, mixed_precision_training(spec))
     layer(torch.randn(2, 64)).sum().backward()

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import qtorch
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, quantize_, training
-from qtorch.recipes.base import Recipe
 from qtorch.training import CodesWeight, MasterWeight, TrainingSpec, int8_weight_only_quantized_training
 
 RECIPES = [int8_weight_only_quantized_training(), qtorch.training.int4_weight_only_quantized_training()]
@@ -174,16 +173,12 @@ def test_other_optimizers(kind: type) -> None:
 
 
 MASTER_RECIPES = [
-    training.int8_mixed_precision_training(),
-    training.float8_training(),
-    training.mxfp8_training(),
+    training.int8_mixed_precision_training(), training.float8_training(), training.mxfp8_training(),
     training.nvfp4_training(stochastic_rounding=False, hadamard=False),
-    training.mxfp4_training(stochastic_rounding=False, hadamard=False),
-    training.int8_tilewise_training(),
-    training.switchback_training(),
-    training.qat(int4_weight_only(group_size=32)),
+    training.mxfp4_training(stochastic_rounding=False, hadamard=False), training.int8_tilewise_training(),
+    training.switchback_training(), training.qat(int4_weight_only(group_size=32)),
     training.qat(int8_dynamic_activation_int8_weight()),
-]
+]  # fmt: skip
 BF16 = torch.bfloat16
 
 
@@ -194,7 +189,7 @@ class OneRank:
         return 1
 
 
-def layers(recipe: Recipe) -> tuple[nn.Linear, nn.Linear]:
+def layers(recipe: qtorch.recipes.base.Recipe) -> tuple[nn.Linear, nn.Linear]:
     """A layer in fp32, and the same one whose weight is of bf16 and has the bits of fp32."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 96, bias=False)
@@ -214,7 +209,7 @@ def gathered(weight: Tensor, dtype: torch.dtype | None = BF16) -> MasterWeight:
 
 
 @pytest.mark.parametrize("recipe", MASTER_RECIPES, ids=str)
-def test_codes_and_gradients_of_a_master(recipe: Recipe) -> None:
+def test_codes_and_gradients_of_a_master(recipe: qtorch.recipes.base.Recipe) -> None:
     layer, mixed = layers(recipe)
     weight = mixed.weight
     assert weight.dtype == BF16

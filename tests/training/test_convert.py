@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import AffineQuantizedTensor, PackedLayout, PerBlock, PerRow, compute_error, quantize_, training
-from qtorch.kernels import record_kernels
 from qtorch.primitives import LSQRule, PerGroup, Rounding
 from qtorch.recipes.base import Recipe
 from qtorch.training import GemmSpec, TrainingSpec, TrainingWeight, convert, lsq, mixed_precision_training, qat
@@ -130,7 +129,7 @@ def test_equal_bit_for_bit(recipe: Recipe, dtype: torch.dtype, each_library: str
     assert hat is None or torch.equal(model[0].weight.dequantize(), hat)
     exact = is_exact(recipe, model[0])
     for x, y in zip(inputs, wanted):
-        with record_kernels() as ran:
+        with qtorch.kernels.record_kernels() as ran:
             got = model(x)
         assert len([name for name in ran if name.startswith("linear:")]) == 2
         assert recipe not in LEARNED or not exact or any("int8" in name for name in ran)

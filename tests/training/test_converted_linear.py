@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PackedLayout, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.kernels.registry import to_rows
@@ -61,10 +60,10 @@ def test_equal_to_the_converted_layer(spec: LinearSpec, shape: tuple[int, ...], 
     for bias in (layer.bias, None):
         layer.bias = bias
         with torch.no_grad():
-            wanted = functional.linear(x, weight, bias)
+            wanted = nn.functional.linear(x, weight, bias)
         assert torch.equal(served(x, layer, spec), wanted)
     least = 5 if spec.weight.dtype.bits < 4 or spec.activation.dtype.bits < 8 else 15
-    assert least < compute_error(functional.linear(x, layer.weight), wanted) < 50
+    assert least < compute_error(nn.functional.linear(x, layer.weight), wanted) < 50
 
 
 @pytest.mark.usefixtures("each_library")
@@ -77,7 +76,7 @@ def test_equal_with_a_static_scale(spec: LinearSpec, dtype: torch.dtype) -> None
     of_x = Operand(spec.activation.quantize(to_rows(x), scale, zero_point), 35, scale, zero_point, spec.activation)
     y = converted_linear(x, layer.weight, layer.bias, of_x, weight_operand(layer.weight.detach(), spec.weight))
     with torch.no_grad():
-        assert torch.equal(y, functional.linear(x, weight, layer.bias))
+        assert torch.equal(y, nn.functional.linear(x, weight, layer.bias))
 
 
 @every_dtype
@@ -86,7 +85,7 @@ def test_gradients_are_those_of_explicit_fake_quantization(spec: LinearSpec, dty
     layer, x = nn.Linear(64, 96, dtype=dtype), torch.randn(3, 32, 64, dtype=dtype, requires_grad=True)
     y = served(x, layer, spec)
     x_hat, w_hat = spec.activation.fake_quantize(x), spec.weight.fake_quantize(layer.weight)
-    wanted = functional.linear(x_hat, w_hat, layer.bias)
+    wanted = nn.functional.linear(x_hat, w_hat, layer.bias)
     assert compute_error(wanted, y) > (100 if dtype is torch.float32 else 40)
     inputs, g = [x, layer.weight, layer.bias], torch.randn_like(y)
     for a, b in zip(torch.autograd.grad(y, inputs, g), torch.autograd.grad(wanted, inputs, g)):

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import quantize_, training
@@ -16,16 +14,14 @@ INT4 = qtorch.int4_weight_only(group_size=32)
 W8A8 = qtorch.int8_dynamic_activation_int8_weight()
 # recipe: names of the parameters that the teacher has in common with the student
 SHARED = {
-    training.qat(INT4): set(),
-    training.lsq(recipe=INT4): set(),
-    training.lora_qat(INT4, 4): {"0.weight", "2.weight"},
+    training.qat(INT4): set(), training.lsq(recipe=INT4): set(), training.lora_qat(INT4, 4): {"0.weight", "2.weight"},
     training.nvfp4_training(): set(),
-}
+}  # fmt: skip
 
 
-def mlp() -> nn.Sequential:
+def mlp() -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64, bias=False))
+    return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64, bias=False))
 
 
 def memory(tensor: torch.Tensor) -> int:
@@ -59,13 +55,13 @@ def test_the_teacher_stays_what_it_was(recipe: object) -> None:
     torch.testing.assert_close(model(x), trained, rtol=1e-5, atol=1e-5)
 
 
-def plain(model: nn.Module) -> list[torch.Tensor]:
-    return [p for p in model.parameters() if type(p) is nn.Parameter]
+def plain(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p for p in model.parameters() if type(p) is torch.nn.Parameter]
 
 
 def test_losses_and_what_does_not_fit() -> None:
     student, teacher = torch.randn(3, 5, 11, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 5, 11)
-    p, q = (functional.softmax(z.double() / 2, -1) for z in (teacher, student))
+    p, q = (torch.nn.functional.softmax(z.double() / 2, -1) for z in (teacher, student))
     each = 4 * (p * (p / q).log()).sum(-1)
     torch.testing.assert_close(distillation_loss(student, teacher, 2.0).double(), each.mean(), rtol=1e-5, atol=1e-6)
     mask = torch.tensor([[1, 1, 0, 0, 1]] * 3)

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 import qtorch
 from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
-from qtorch.kernels import record_kernels
 from qtorch.primitives import AbsMeanRule, Granularity, Rounding, from_json, to_json
-from qtorch.primitives.granularity import BlockView
 from qtorch.training import GemmSpec, MasterWeight, TrainingSpec, fully_quantized, fully_quantized_float8
 from qtorch.training.engine.contraction import contraction
 from qtorch.training.engine.numerics import float8, int8, integer
@@ -121,7 +119,7 @@ def test_empty_inputs_and_full_precision() -> None:
     assert y.dtype == torch.float32
     assert compute_error(three_matmuls(x, w, y.to(x.dtype), spec)[0], y.double()) > 110
     linear, x = layer("int8"), torch.randn(300, 64)
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         linear(x).sum().backward()
     assert ran.count("int_matmul") == 2
     spec = TrainingSpec()
@@ -227,11 +225,9 @@ def test_reused_codes_and_rows_that_fill_no_block() -> None:
     x, w, g = torch.randn(5, 16), torch.randn(8, 16), torch.randn(5, 8)
     got = operand_gradients(x, w, g, TrainingSpec(GemmSpec(spec, spec), scale_gradient=True))[0]
     completed = operand_gradients(
-        torch.nn.functional.pad(x, (0, 0, 0, 3)),
-        w,
-        torch.nn.functional.pad(g, (0, 0, 0, 3)),
+        torch.nn.functional.pad(x, (0, 0, 0, 3)), w, torch.nn.functional.pad(g, (0, 0, 0, 3)),
         TrainingSpec(GemmSpec(spec, spec), scale_gradient=True),
-    )[0]
+    )[0]  # fmt: skip
     torch.testing.assert_close(got, completed[:5])
 
 
@@ -256,18 +252,16 @@ def test_the_tiles_of_an_activation_are_kept_in_int8() -> None:
 # --- the gradient of a dynamic scale ---
 def fake_in_fp64(x: Tensor, spec: QuantSpec) -> Tensor:
     """s round(x / s), s = absmax / Q, rounding straight through, the scale differentiable."""
-    view = BlockView(x.shape, spec.block_size(x.shape))
+    view = qtorch.primitives.granularity.BlockView(x.shape, spec.block_size(x.shape))
     blocks = view.split(x)
     scale = blocks.abs().amax(view.dims, keepdim=True) / spec.code_range[1]
     ratio = blocks / scale
     return view.merge(scale * (ratio + (ratio.round() - ratio).detach()))
 
 
-def operand_gradients(
-    x: Tensor, w: Tensor, g: Tensor, spec: TrainingSpec, wrapped: bool = False
-) -> tuple[Tensor, Tensor]:
+def operand_gradients(x: Tensor, w: Tensor, g: Tensor, spec: TrainingSpec, wrap: bool = False) -> tuple[Tensor, Tensor]:
     x = x.clone().requires_grad_()
-    weight = torch.nn.Parameter(MasterWeight.of(w.clone(), spec) if wrapped else w.clone())
+    weight = torch.nn.Parameter(MasterWeight.of(w.clone(), spec) if wrap else w.clone())
     contraction(x, weight, spec).backward(g)
     return x.grad, weight.grad
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
 
 from qtorch import quantize_, training
 from qtorch.training import Int8MixedPrecisionTrainingConfig, int8_mixed_precision_training, switchback_training
@@ -24,8 +23,8 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def layer(recipe: object, dtype: torch.dtype = torch.float32) -> nn.Module:
-    made = nn.Sequential(nn.Linear(32, 32, dtype=dtype))
+def layer(recipe: object, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    made = torch.nn.Sequential(torch.nn.Linear(32, 32, dtype=dtype))
     quantize_(made, recipe)
     return made
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from qtorch import PerTensor, compute_error, int8_weight_only, quantize_, training
@@ -78,11 +77,9 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "grouped_mm, batched": (functional.grouped_mm, [(3, 4, 16), (3, 16, 8)]),
 }
 TWO_SITES = {
-    "attention": [":scores", ":values"],
-    "bilinear": [":bilinear", ":bilinear.1"],
-    "einsum, three": [":einsum", ":einsum.1"],
-    "multi_dot": [":multi_dot", ":multi_dot.1"],
-}
+    "attention": [":scores", ":values"], "bilinear": [":bilinear", ":bilinear.1"],
+    "einsum, three": [":einsum", ":einsum.1"], "multi_dot": [":multi_dot", ":multi_dot.1"],
+}  # fmt: skip
 """Names of call sites that are not the first word of the name above."""
 
 
@@ -143,7 +140,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
         self.mixed = nn.Parameter(torch.randn(6, 6) / 3)
-        self.normed = parametrizations.weight_norm(nn.Linear(16, 24))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(16, 24))
         self.conv = nn.Conv1d(24, 24, 3, padding=1, groups=24)
         self.low = nn.Parameter(torch.randn(24, 4) / 5)
         self.rank = nn.Parameter(torch.randn(4, 8) / 2)

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import PerBlock, PerGroup, compute_error, quantize_, training
-from qtorch.kernels import record_kernels
 from qtorch.primitives import mx_spec, nvfp4_spec
 from qtorch.training import GemmSpec, TrainingSpec, binary_training, convert, int4_training, integer, lora_qat, qat
 from qtorch.training.engine.contraction import contraction, transformed, unbiased
@@ -47,7 +45,7 @@ def test_binary() -> None:
 
 def test_int4() -> None:
     layer, x = layer_in(int4_training(edge_bits=None)), torch.randn(20, 32).relu().requires_grad_()
-    with record_kernels() as kernels:
+    with qtorch.kernels.record_kernels() as kernels:
         y = layer(x)
     assert "int_matmul" in kernels
     scale = x.detach().amax(1, keepdim=True) / 15
@@ -89,7 +87,7 @@ def test_binary_mappings_and_what_does_not_fit() -> None:
     losses: list[float] = []
     for _ in range(80):
         x: Tensor = torch.sign(torch.randn(128, 32))
-        loss = functional.cross_entropy(model(x), ((x * teacher).sum(1) > 0).long())
+        loss = nn.functional.cross_entropy(model(x), ((x * teacher).sum(1) > 0).long())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -214,11 +212,9 @@ def test_a_square_block_has_one_scale_in_rows(name: str) -> None:
 
 
 LORA_RECIPES = [
-    qtorch.int8_dynamic_activation_int4_weight(),
-    qtorch.int8_dynamic_activation_int8_weight(),
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.nf4_weight_only(group_size=32),
-]
+    qtorch.int8_dynamic_activation_int4_weight(), qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int4_weight_only(group_size=32), qtorch.nf4_weight_only(group_size=32),
+]  # fmt: skip
 every_recipe = pytest.mark.parametrize("recipe", LORA_RECIPES, ids=lambda recipe: recipe.name)
 
 
@@ -253,7 +249,7 @@ def test_errors_and_gradients() -> None:
     spec = LORA_RECIPES[1].linear_spec()
     w = (layer.weight + 0.5 * layer.lora_b @ layer.lora_a).detach().requires_grad_()
     whole = w + (spec.weight.fake_quantize(w) - w).detach()
-    (of_w,) = torch.autograd.grad(functional.linear(spec.activation.fake_quantize(x), whole, layer.bias), w, g)
+    (of_w,) = torch.autograd.grad(nn.functional.linear(spec.activation.fake_quantize(x), whole, layer.bias), w, g)
     of_a, of_b = torch.autograd.grad(layer(x), [layer.lora_a, layer.lora_b], g)
     assert compute_error(0.5 * layer.lora_b.t() @ of_w, of_a) > 100
     assert compute_error(0.5 * of_w @ layer.lora_a.t(), of_b) > 100

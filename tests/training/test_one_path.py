@@ -6,35 +6,31 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch
-from qtorch import compute_error, int4_weight_only, int8_dynamic_activation_int8_weight, quantize_
-from qtorch.primitives import fake_quant
-from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import convert, lsq, pact, qat, scheduled_qat
 from qtorch.training.quantization_aware import fake_quantize
 from qtorch.training.quantization_aware.converted import sums_integers
 from tests.attack import training_recipes
 
-RECIPES: list[WeightRecipe] = [
+RECIPES: list[qtorch.recipes.base.WeightRecipe] = [
     qtorch.int8_dynamic_activation_int4_weight(group_size=32),
-    int8_dynamic_activation_int8_weight(),
+    qtorch.int8_dynamic_activation_int8_weight(),
     qtorch.int8_static_activation_int8_weight(0.03),
-    int4_weight_only(group_size=32),
+    qtorch.int4_weight_only(group_size=32),
 ]
 
 LAYERS = {
-    "linear": (nn.Linear(64, 32), (3, 5, 64)),
-    "conv": (nn.Conv2d(64, 32, 3, padding=1, groups=2, bias=False), (2, 64, 6, 6)),
+    "linear": (torch.nn.Linear(64, 32), (3, 5, 64)),
+    "conv": (torch.nn.Conv2d(64, 32, 3, padding=1, groups=2, bias=False), (2, 64, 6, 6)),
 }
 
 
-def prepared(kind: str, recipe: Recipe) -> tuple[nn.Sequential, torch.Tensor]:
+def prepared(kind: str, recipe: qtorch.recipes.base.Recipe) -> tuple[torch.nn.Sequential, torch.Tensor]:
     torch.manual_seed(0)
     layer, shape = LAYERS[kind]
-    model = nn.Sequential(copy.deepcopy(layer))
-    quantize_(model, recipe, lambda module, name: name == "0")
+    model = torch.nn.Sequential(copy.deepcopy(layer))
+    qtorch.quantize_(model, recipe, lambda module, name: name == "0")
     return model, torch.randn(shape, requires_grad=True)
 
 
@@ -52,7 +48,7 @@ def count_calls(name: str, monkeypatch: pytest.MonkeyPatch, module: ModuleType =
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_same_numbers(kind: str, recipe: WeightRecipe) -> None:
+def test_same_numbers(kind: str, recipe: qtorch.recipes.base.WeightRecipe) -> None:
     results = []
     for training in (qat(recipe), scheduled_qat(recipe)):
         model, x = prepared(kind, training)
@@ -69,9 +65,7 @@ def test_same_numbers(kind: str, recipe: WeightRecipe) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize(
-    "make", [qat, scheduled_qat, lambda recipe: lsq(recipe=recipe)], ids=["qat", "schedule", "lsq"]
-)
+@pytest.mark.parametrize("make", [qat, scheduled_qat, lambda base: lsq(recipe=base)], ids=["qat", "schedule", "lsq"])
 def test_same_functions(make, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = prepared(kind, make(RECIPES[0]))
     operands = count_calls("Operand", monkeypatch)
@@ -85,7 +79,7 @@ def test_same_functions(make, kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("make", [qat, scheduled_qat], ids=["qat", "schedule"])
 def test_only_codes_are_made_without_a_gradient(make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = prepared("linear", make(RECIPES[0]))
-    calls = count_calls("straight_through", monkeypatch, fake_quant)
+    calls = count_calls("straight_through", monkeypatch, qtorch.primitives.fake_quant)
     with torch.no_grad():
         model(x)
     assert not calls
@@ -93,22 +87,22 @@ def test_only_codes_are_made_without_a_gradient(make, monkeypatch: pytest.Monkey
     assert len(calls) == 2
 
 
-TRAINING: dict[str, Recipe] = {
+TRAINING: dict[str, qtorch.recipes.base.Recipe] = {
     name: training_recipes.make(name) for name in [*training_recipes.NAMES, *training_recipes.VARIANTS]
 }
 TRAINING["pact"] = pact()
-TRAINING["schedule"] = scheduled_qat(int8_dynamic_activation_int8_weight(), start_step=1, freeze_step=2)
+TRAINING["schedule"] = scheduled_qat(qtorch.int8_dynamic_activation_int8_weight(), start_step=1, freeze_step=2)
 
 
-class Model(nn.Module):
+class Model(torch.nn.Module):
     """What it returns is the output of each of its layers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = None if kind == "conv" else nn.Embedding(96, 64)
-        self.conv = nn.Conv1d(64, 64, 3, padding=1) if kind == "conv" else None
-        self.head = nn.Linear(64, 96, bias=False)
+        self.embed = None if kind == "conv" else torch.nn.Embedding(96, 64)
+        self.conv = torch.nn.Conv1d(64, 64, 3, padding=1) if kind == "conv" else None
+        self.head = torch.nn.Linear(64, 96, bias=False)
         if kind == "tied":
             self.head.weight = self.embed.weight
 
@@ -129,9 +123,9 @@ def test_without_a_gradient_and_served(name: str, kind: str) -> None:
     refuses = {"lora_qat": ("tied", "untied", "conv"), "scheduled_training": ("tied", "untied")}.get(name, ())
     if kind in refuses:
         with pytest.raises(ValueError, match=r"^quantize_: (embed|conv): "):
-            quantize_(model, TRAINING[name], targets="all")
+            qtorch.quantize_(model, TRAINING[name], targets="all")
         return
-    quantize_(model, TRAINING[name], targets="all")
+    qtorch.quantize_(model, TRAINING[name], targets="all")
     for step in range(4):
         other = copy.deepcopy(model)
         torch.manual_seed(step)
@@ -140,7 +134,7 @@ def test_without_a_gradient_and_served(name: str, kind: str) -> None:
         with torch.no_grad():
             got = (other if step < 3 else other.eval())(ids)
         assert all(map(torch.equal, got, wanted)), (step, model.training)
-    quantize_(model, convert())
+    qtorch.quantize_(model, convert())
     spec = getattr(getattr(model.head.weight, "scheme", None), "spec", None)
     for y, served in zip(wanted, model(ids), strict=True):
-        assert torch.equal(y, served) or (not (spec and sums_integers(spec)) and compute_error(y, served) > 100)
+        assert torch.equal(y, served) or (not (spec and sums_integers(spec)) and qtorch.compute_error(y, served) > 100)

@@ -7,23 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import compute_error, load_quantized, quantize_, save_quantized
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import AbsMaxRule, PercentileRule, QuantSpec, fake_quantize_affine, prune_2_4
 from qtorch.training import convert, qat
-from qtorch.training.quantization_aware.converted import sums_integers
-from qtorch.training.quantization_aware.fake_quantize import clips
-from qtorch.training.quantization_aware.qat_weight import FakeQuantizedWeight
+from qtorch.training.quantization_aware import converted, fake_quantize, qat_weight
 from tests.every_recipe import OF_QAT, make
 from tests.refusals import refuses
 from tests.training.small_model import fit, mlp
 
 every_recipe = pytest.mark.parametrize("name", OF_QAT)
-INTEGERS = [name for name in OF_QAT if sums_integers(make(name).linear_spec())]
+INTEGERS = [name for name in OF_QAT if converted.sums_integers(make(name).linear_spec())]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:qtorch")
@@ -78,7 +73,7 @@ def test_gradients_are_those_of_explicit_fake_quantization(name: str) -> None:
     quantize_(layer, qat(recipe))
     x, g = 2 * torch.randn(5, 7, 64, requires_grad=True), torch.randn(5, 7, 96)
     scale = recipe.act_scale(torch.device("cpu"))
-    wanted = functional.linear(explicit(x, spec.activation, scale), explicit(weight, spec.weight), layer.bias)
+    wanted = nn.functional.linear(explicit(x, spec.activation, scale), explicit(weight, spec.weight), layer.bias)
     got = layer(x)
     assert compute_error(wanted, got) > 100
     wanted = torch.autograd.grad(wanted, [x, weight, layer.bias], g)
@@ -132,7 +127,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.bmm(x, self.up)
-        by_index = torch.stack([functional.linear(h[e], self.down[e]) for e in range(3)])
+        by_index = torch.stack([nn.functional.linear(h[e], self.down[e]) for e in range(3)])
         offs = torch.tensor([4, 8, 12], dtype=torch.int32)
         grouped = torch._grouped_mm(h.flatten(0, 1), self.down.transpose(1, 2), offs=offs)
         by_einsum = torch.einsum("emk,enk->emn", h, self.down)
@@ -158,10 +153,8 @@ def test_fused_experts(name: str) -> None:
 @pytest.mark.parametrize("same", [True, False], ids=["self-attention", "cross-attention"])
 def test_multi_head_attention(same: bool) -> None:
     model = nn.MultiheadAttention(64, 4, batch_first=True)
-    quantize_(
-        model, {name: qat(make("int8_dynamic_activation_int4_weight")) for name in ("in_proj_weight", "out_proj")}
-    )
-    assert isinstance(model.in_proj_weight, FakeQuantizedWeight)
+    quantize_(model, {n: qat(make("int8_dynamic_activation_int4_weight")) for n in ("in_proj_weight", "out_proj")})
+    assert isinstance(model.in_proj_weight, qat_weight.FakeQuantizedWeight)
     x = torch.randn(2, 5, 64)
     other = x if same else torch.randn(2, 7, 64)
     wanted = model(x, other, other)[0]
@@ -175,15 +168,15 @@ def test_parts_of_a_weight_and_what_has_no_gradient() -> None:
     layer, x = nn.Linear(64, 96, bias=False), torch.randn(5, 64)
     quantize_(layer, qat(make("int8_dynamic_activation_int4_weight")))
     wanted = layer(x)[:, 32:64]
-    assert torch.equal(functional.linear(x, layer.weight[32:64]), wanted)
+    assert torch.equal(nn.functional.linear(x, layer.weight[32:64]), wanted)
     assert torch.equal(x @ layer.weight.chunk(3)[1].t(), wanted)
     for part in (layer.weight[:, :32], layer.weight.view(48, 128)):
         with pytest.raises(ValueError, match="a product with a part of a weight that converts to int4 PerGroup"):
-            functional.linear(torch.randn(5, part.shape[1]), part)
+            nn.functional.linear(torch.randn(5, part.shape[1]), part)
     layer = nn.Linear(64, 96)
     quantize_(layer, qat(make("float8_static_activation_float8_weight")))
     with pytest.raises(ValueError, match="depend on the rest of the weight; multiply the whole of it"):
-        functional.linear(x, layer.weight[:32])
+        nn.functional.linear(x, layer.weight[:32])
     recipe, layer = qtorch.int8_weight_only(scale_rule=PercentileRule(90.0)), nn.Linear(64, 96)
     weight = layer.weight.detach().clone()
     quantize_(layer, qat(recipe))
@@ -192,7 +185,7 @@ def test_parts_of_a_weight_and_what_has_no_gradient() -> None:
     clipped = (weight / scale).round().abs() > 127
     assert 0.02 < clipped.float().mean() < 0.15
     assert torch.equal(grad == 0, clipped)
-    assert not clips(QuantSpec("int8", scale_rule=AbsMaxRule()))
+    assert not fake_quantize.clips(QuantSpec("int8", scale_rule=AbsMaxRule()))
     recipe, layer = make("int8_dynamic_activation_int8_semi_sparse_weight"), nn.Linear(64, 96)
     kept = prune_2_4(layer.weight.detach()) != 0
     quantize_(layer, qat(recipe))
@@ -204,10 +197,10 @@ def test_which_kernels_run(each_library: str) -> None:
     model, x = mlp(), torch.randn(5, 64)
     quantize_(model, qat(make("int8_dynamic_activation_int4_weight")))
     for grad in (True, False):
-        with record_kernels() as ran, torch.set_grad_enabled(grad):
+        with qtorch.kernels.record_kernels() as ran, torch.set_grad_enabled(grad):
             model(x)
         assert ran.count("cpu_int8_mm") == 2
-    if each_library == "torch" or compiled_library.library() is None:
+    if each_library == "torch" or qtorch.kernels.cpu.compiled_library.library() is None:
         assert ran.count("int8_grouped_mm") == 2
 
 
@@ -218,7 +211,7 @@ def test_compute_dtype(name: str) -> None:
     exact = copy.deepcopy(model)
     quantize_(model, qat(make(name, 32), compute_dtype=torch.bfloat16))
     quantize_(exact, qat(make(name, 32)))
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = model(x)
     assert ran == []
     assert 20 < compute_error(exact(x), y) < 60

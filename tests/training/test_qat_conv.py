@@ -6,15 +6,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.nn import functional
 
 import qtorch
 from qtorch import compute_error, int8_dynamic_activation_int8_weight, int8_static_activation_int8_weight, quantize_
-from qtorch.dtypes import ConvWeight
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import MappingType, PerAxis, PerTensor
-from qtorch.recipes.base import Recipe
 from qtorch.training import calibrate, convert, fold_batch_norm, lsq, qat, scheduled_qat
 from tests.every_recipe import OF_QAT, make
 from tests.test_convolutions import CONVS, ConvNet, X
@@ -47,9 +42,9 @@ def test_converted(name: str) -> None:
         y = model(X)
     assert torch.equal(model(X).detach(), y)
     quantize_(model, convert())
-    with torch.no_grad(), record_kernels() as ran:
+    with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
         served = model(X)
-    assert all(type(conv.weight) is ConvWeight for conv in model.convs)
+    assert all(type(conv.weight) is qtorch.dtypes.ConvWeight for conv in model.convs)
     if any("int8" in kernel for kernel in ran if kernel.startswith("linear:")):
         assert torch.equal(served, y)
     else:
@@ -80,7 +75,7 @@ def test_a_scale_for_each_image(mapping: MappingType, groups: int) -> None:
     broken[1, 3, 2, 2] = float("nan")
     trained_broken = model(broken).detach()
     quantize_(model, convert())
-    with torch.no_grad(), record_kernels() as ran:
+    with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
         served = model(X)
     assert ran[0] in ("conv:cpu_conv", "conv:image_conv")
     assert torch.equal(served, y.detach())
@@ -90,19 +85,17 @@ def test_a_scale_for_each_image(mapping: MappingType, groups: int) -> None:
     assert torch.equal(served_broken.isnan(), trained_broken.isnan())
     assert served_broken[1].isnan().all()
     assert not served_broken[0].isnan().any()
-    with compiled_library.use(None), torch.no_grad():
+    with qtorch.kernels.cpu.compiled_library.use(None), torch.no_grad():
         assert torch.equal(model(X), served)
 
 
 # --- learned and observed scales, in every shape ---
 LAYERS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 OPTIONS = [
-    {},
-    {"stride": 2, "padding": 1, "bias": False},
-    {"padding": "same", "padding_mode": "circular"},
+    {}, {"stride": 2, "padding": 1, "bias": False}, {"padding": "same", "padding_mode": "circular"},
     {"groups": 4, "padding": 2, "dilation": 2},
-]
-LEARNED: dict[str, Recipe] = {
+]  # fmt: skip
+LEARNED: dict[str, qtorch.recipes.base.Recipe] = {
     "4 bits": lsq(),
     "2 bits, one step": lsq(weight_bits=2, activation_bits=2, granularity=PerTensor()),
     "offset": lsq(activation_offset=True),
@@ -141,8 +134,8 @@ def test_every_shape(name: str, ndim: int, options: dict) -> None:
         assert torch.equal(model(x), y)
     quantize_(model, convert())
     assert type(model[0]) is LAYERS[ndim]
-    assert type(model[0].weight) is ConvWeight
-    with record_kernels() as ran:
+    assert type(model[0].weight) is qtorch.dtypes.ConvWeight
+    with qtorch.kernels.record_kernels() as ran:
         served = model(x)
     if name == "weight only":
         assert compute_error(y, served) > 100
@@ -168,10 +161,10 @@ def test_gradients_are_those_of_fake_quantization(options: dict) -> None:
     padded, padding = x, layer.padding
     if layer.padding_mode != "zeros":
         ends = layer._reversed_padding_repeated_twice
-        padded, padding = functional.pad(x, ends, mode=layer.padding_mode), 0
+        padded, padding = nn.functional.pad(x, ends, mode=layer.padding_mode), 0
     x_hat = layer.quantize_input(padded.flatten(1)).values.reshape(padded.shape)
     w_hat = layer.from_matrix(layer, layer.quantize_weight(layer.matrix).values, layer.weight.shape)
-    z = functional.conv2d(x_hat, w_hat, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
+    z = nn.functional.conv2d(x_hat, w_hat, layer.bias, layer.stride, padding, layer.dilation, layer.groups)
     assert compute_error(z, y) > 100
     for name, a, b in zip(["input", *names], got, torch.autograd.grad(z, [x, *leaves], grad)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=name)
@@ -284,10 +277,10 @@ def test_trained_and_converted_bit_for_bit(name: str, ndim: int, bias: bool) -> 
     quantize_(model, convert())
     assert type(model[0]) is BATCH_NORM_CONVS[ndim][0]
     assert set(model.state_dict()) == {"0.weight", "0.bias", "3.weight", "3.bias"}
-    assert type(model[0].weight) is ConvWeight
-    with record_kernels() as ran:
+    assert type(model[0].weight) is qtorch.dtypes.ConvWeight
+    with qtorch.kernels.record_kernels() as ran:
         assert torch.equal(model(x), y)
-    if ndim < 3 and compiled_library.library() is not None:
+    if ndim < 3 and qtorch.kernels.cpu.compiled_library.library() is not None:
         assert ran[0] == "conv:cpu_conv"
     else:
         assert ran[0].startswith("linear:")

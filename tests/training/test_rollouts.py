@@ -36,16 +36,9 @@ def difference(trainer: Any, sampler: Any, lengths: list[int], tokens: int, seed
     ids = torch.randint(1, 100, mask.shape, generator=generator) * mask
     torch.manual_seed(seed)
     out = sampler.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=True,
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
+        input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True,
+        output_logits=True, return_dict_in_generate=True, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
     sampled = torch.stack([functional.log_softmax(logits, -1) for logits in out.logits], 1)
     largest = 0.0
     for row, length in enumerate(lengths):
@@ -82,20 +75,14 @@ def test_over_1000_tokens_are_those_of_the_trainer_before_and_after_updates(reci
 def test_functions_are_those_of_torch_and_do_not_depend_on_the_batch() -> None:
     x, w = torch.randn(5, 7, 33), torch.randn(9, 33)
     functions = {
-        "sum": lambda x: x.sum(-1, keepdim=True),
-        "mean": lambda x: x.mean(-1, True),
-        "softmax": lambda x: functional.softmax(x, -1),
-        "log_softmax": lambda x: torch.log_softmax(x, dim=-1),
-        "logsumexp": lambda x: x.logsumexp(-1, keepdim=True),
-        "linear": lambda x: functional.linear(x, w, w[:, 0]),
-        "matmul": lambda x: x @ w.t(),
-        "rms_norm": lambda x: functional.rms_norm(x, (33,), w[0]),
-        "layer_norm": lambda x: functional.layer_norm(x, (33,), w[0], w[1]),
-        "silu": functional.silu,
-        "sigmoid": torch.sigmoid,
-        "gelu": functional.gelu,
+        "sum": lambda x: x.sum(-1, keepdim=True), "mean": lambda x: x.mean(-1, True),
+        "softmax": lambda x: functional.softmax(x, -1), "log_softmax": lambda x: torch.log_softmax(x, dim=-1),
+        "logsumexp": lambda x: x.logsumexp(-1, keepdim=True), "linear": lambda x: functional.linear(x, w, w[:, 0]),
+        "matmul": lambda x: x @ w.t(), "rms_norm": lambda x: functional.rms_norm(x, (33,), w[0]),
+        "layer_norm": lambda x: functional.layer_norm(x, (33,), w[0], w[1]), "silu": functional.silu,
+        "sigmoid": torch.sigmoid, "gelu": functional.gelu,
         "gelu of tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    }
+    }  # fmt: skip
     for name, function in functions.items():
         ours = x.clone().requires_grad_()
         with batch_invariant():

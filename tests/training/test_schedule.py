@@ -12,8 +12,6 @@ from torch.nn import functional
 import qtorch
 from qtorch import PerTensor, compute_error, int8_dynamic_activation_int8_weight, quantize_, training
 from qtorch.calibration import delayed_scaling, moving_average, percentile, weighted_stats
-from qtorch.kernels import record_kernels
-from qtorch.primitives import from_json, to_json
 from qtorch.training import GemmSpec, QuantizationSchedule, TrainingSpec, convert, integer, lsq, qat, scheduled_qat
 from qtorch.training.quantization_aware.schedule import OPERANDS
 from tests.refusals import refuses
@@ -49,7 +47,7 @@ def test_floating_point_until_the_start() -> None:
     kernels = []
     for _ in range(4):
         wanted = functional.linear(model[0].weight.detach() @ torch.eye(16), torch.eye(16))
-        with record_kernels() as seen:
+        with qtorch.kernels.record_kernels() as seen:
             y = model[0](x)
         kernels.append(len(seen))
         same = torch.equal(y, functional.linear(x, wanted, model[0].bias))
@@ -164,9 +162,7 @@ def test_saved_with_the_model() -> None:
     again.load_state_dict(optimizer.state_dict())
     assert resumed[0].contraction_state.steps == 4
     for other in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
-        assert all(
-            torch.equal(a, b) for a, b in zip(other.state_dict().values(), part.state_dict().values(), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(*(m.state_dict().values() for m in (other, part)), strict=True))
     training.advance_with(again, resumed)
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
@@ -182,7 +178,7 @@ def test_saved_with_the_model() -> None:
 def test_the_same_schedule_for_qat() -> None:
     schedule = QuantizationSchedule(start_step=2, freeze_step=5, static=("output.lhs",), ema_updates=4)
     recipe = qat(qtorch.int8_static_activation_int8_weight(), schedule=schedule)
-    assert from_json(to_json(recipe)) == recipe
+    assert qtorch.primitives.from_json(qtorch.primitives.to_json(recipe)) == recipe
     model = model_of(recipe)
     optimizer = sgd(model)
     training.advance_with(optimizer, model)

@@ -13,8 +13,6 @@ from torch import nn
 import qtorch
 from qtorch import PerBlock, PerGroup, PerTensor, compute_error, int4_weight_only, quantize_, training
 from qtorch.calibration import min_max
-from qtorch.kernels import record_kernels
-from qtorch.primitives import from_json, to_json
 from qtorch.recipes.base import RECIPES as REGISTERED
 from qtorch.recipes.base import Recipe
 from qtorch.training import Int8MixedPrecisionTrainingConfig, float8_training, int8_mixed_precision_training
@@ -87,7 +85,7 @@ VALUES = [
 
 @pytest.mark.parametrize("recipe", VALUES, ids=[f"{i} {recipe.name}" for i, recipe in enumerate(VALUES)])
 def test_is_a_value(recipe: Recipe) -> None:
-    assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
+    assert qtorch.primitives.from_json(json.loads(json.dumps(qtorch.primitives.to_json(recipe)))) == recipe
     assert dataclasses.replace(recipe) == recipe
     assert hash(dataclasses.replace(recipe)) == hash(recipe)
     assert str(recipe).startswith(f"{recipe.name}(")
@@ -117,9 +115,7 @@ def test_weights_train_and_a_model_learns(recipe: Recipe) -> None:
 
 
 def test_the_report_names_the_kernel_that_will_serve() -> None:
-    kernels = {
-        recipe.name: quantize_(model(None), recipe).quantized[0].kernel for recipe in ALL if recipe.name in KNOWN
-    }
+    kernels = {r.name: quantize_(model(None), r).quantized[0].kernel for r in ALL if r.name in KNOWN}
     assert_expected_inline(
         "\n".join(f"{name}: {kernel}" for name, kernel in kernels.items()),
         """\
@@ -146,9 +142,9 @@ mxfp4_training: emulated_scaled_mm""",
 ])  # fmt: skip
 def test_count_of_int8_matmuls(config: Int8MixedPrecisionTrainingConfig, forward: int, backward: int) -> None:
     made, x = model(int8_mixed_precision_training(config)), torch.randn(300, 64, requires_grad=True)
-    with record_kernels() as in_forward:
+    with qtorch.kernels.record_kernels() as in_forward:
         y = made(x)
-    with record_kernels() as in_backward:
+    with qtorch.kernels.record_kernels() as in_backward:
         y.sum().backward()
     assert (in_forward.count("int_matmul"), in_backward.count("int_matmul")) == (2 * forward, 2 * backward)
 
@@ -168,9 +164,9 @@ def test_count_of_int8_matmuls(config: Int8MixedPrecisionTrainingConfig, forward
 ], ids=lambda value: value.name if isinstance(value, Recipe) else "")  # fmt: skip
 def test_which_kernels_run(recipe: Recipe, forward: dict[str, int], backward: dict[str, int]) -> None:
     layer, x = model(recipe)[:1], torch.randn(300, 64, requires_grad=True)
-    with record_kernels() as in_forward:
+    with qtorch.kernels.record_kernels() as in_forward:
         y = layer(x)
-    with record_kernels() as in_backward:
+    with qtorch.kernels.record_kernels() as in_backward:
         y.sum().backward()
     for ran, wanted in ((in_forward, forward), (in_backward, backward)):
         if recipe.name == "int8_tilewise_training":
@@ -195,9 +191,7 @@ def train(made: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 40) ->
     return loss.item()
 
 
-@pytest.mark.parametrize(
-    "recipe", [ALL[0], training.bitnet_training(), ALL[10], ALL[11]], ids=lambda recipe: recipe.name
-)
+@pytest.mark.parametrize("recipe", [ALL[0], training.bitnet_training(), ALL[10], ALL[11]], ids=lambda r: r.name)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_optimizers(recipe: Recipe, kind: type, how: dict[str, bool]) -> None:

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import qtorch
 from qtorch import find_uses, int4_weight_only, int8_weight_only, load_quantized, quantize_, quantize_checkpoint
-from qtorch.cli import main
 from qtorch.cli.recipes import read_recipe
-from qtorch.dtypes import QuantizedTensor
-from qtorch.dtypes.joining import join, shares_scales
 from qtorch.integrations.transformers import QtorchConfig
-from qtorch.model.targets import find_targets
 from qtorch.model.uses import Uses
 from tests.every_recipe import NAMES, make
 from tests.fast_part import slow_but
@@ -34,7 +29,7 @@ the row in each product, that is 0.2% to 0.5% of its output, and these models ha
 EACH = pytest.mark.parametrize("name", list(ARCHITECTURES))
 
 
-def relative_error(got: Tensor, wanted: Tensor) -> float:
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
@@ -66,7 +61,7 @@ def test_kinds_and_reports(name: str) -> None:
     """The axis that the registry says is the one that products sum over; what it does not know, they do not use."""
     model, batch = built(name)
     uses = find_uses(model, **batch)
-    for target in find_targets(model, int8_weight_only(), None):
+    for target in qtorch.model.targets.find_targets(model, int8_weight_only(), None):
         for slot in target.slots:
             of = uses[slot.name]
             if slot.kind.obstacle or not of.contractions:
@@ -80,7 +75,7 @@ def test_kinds_and_reports(name: str) -> None:
     sizes = multiplied(find_uses(model, **batch))
     report = quantize_(model, int8_weight_only())
     parameters = {key: p for key, p in model.named_parameters() if key in sizes}
-    left = [key for key, p in parameters.items() if not isinstance(p, QuantizedTensor)]
+    left = [key for key, p in parameters.items() if not isinstance(p, qtorch.dtypes.QuantizedTensor)]
     reasons = {row.name: row.detail for row in report.skipped}
     for key in left:
         assert re.match(r"a router|a convolution|is parametrized", reasons[key]), (key, reasons[key])
@@ -128,15 +123,9 @@ def test_generates_with_a_dynamic_and_a_static_cache(name: str) -> None:
     for cache in ("dynamic", "static"):
         torch.manual_seed(0)
         found[cache] = model.generate(
-            **inputs,
-            max_new_tokens=4,
-            min_new_tokens=4,
-            do_sample=False,
-            cache_implementation=cache,
-            output_logits=True,
-            return_dict_in_generate=True,
-            disable_compile=True,
-        )
+            **inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False, cache_implementation=cache,
+            output_logits=True, return_dict_in_generate=True, disable_compile=True,
+        )  # fmt: skip
     first, second = found.values()
     assert torch.equal(first.sequences, second.sequences)
     for one, other in zip(first.logits, second.logits, strict=True):
@@ -163,13 +152,10 @@ BY_NAME = {
     r".*": "int4_weight_only(group_size=32)",
 }
 RECIPES: dict[str, Any] = {
-    "int8": "int8_weight_only()",
-    "w8a8": "int8_dynamic_activation_int8_weight()",
-    "int4": "int4_weight_only(group_size=32)",
-    "nf4": "nf4_weight_only(group_size=32, double_quantize=False)",
-    "float8": "float8_weight_only()",
-    "by_name": BY_NAME,
-}
+    "int8": "int8_weight_only()", "w8a8": "int8_dynamic_activation_int8_weight()",
+    "int4": "int4_weight_only(group_size=32)", "nf4": "nf4_weight_only(group_size=32, double_quantize=False)",
+    "float8": "float8_weight_only()", "by_name": BY_NAME,
+}  # fmt: skip
 """As the command line takes them."""
 
 WITH_ALL_RECIPES = (
@@ -226,7 +212,7 @@ def test_loaded_saved_and_saved_again(saved: Any, tmp_path: Path, name: str, kin
     else:
         (tmp_path / "by_name.json").write_text(json.dumps(BY_NAME))
         asked = ["--config", str(tmp_path / "by_name.json")] if kind == "by_name" else ["--recipe", text]
-        assert main(["quantize", str(folder), str(tmp_path / "cli"), *asked, "--on-misfit", "skip"]) == 0
+        assert qtorch.cli.main(["quantize", str(folder), str(tmp_path / "cli"), *asked, "--on-misfit", "skip"]) == 0
         loaded, info = type(model).from_pretrained(tmp_path / "cli", output_loading_info=True)
         assert not any(info.values()), info
         loaded.eval()
@@ -280,12 +266,12 @@ def test_experts_one_by_one_are_those_together_or_refused(saved: Any, tmp_path: 
     chosen = make(recipe, 32)
     rows = [[torch.randn(32, 64) for _ in range(2)] for _ in range(3)]
     together = chosen.apply(torch.stack([torch.cat(row) for row in rows]))
-    joined = join([[chosen.apply(matrix) for matrix in row] for row in rows])
+    joined = qtorch.dtypes.joining.join([[chosen.apply(matrix) for matrix in row] for row in rows])
     same = joined.scheme == together.scheme and all(  # type: ignore[attr-defined]
         part is None or torch.equal(part, together.inner_tensors[key])
         for key, part in joined.inner_tensors.items()  # type: ignore[attr-defined]
     )
-    assert same != shares_scales(chosen.linear_spec().weight)
+    assert same != qtorch.dtypes.joining.shares_scales(chosen.linear_spec().weight)
     if same:
         return
     _, _, folder = saved("mixtral")

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...model.install import check_model
+from ...model import install, targets
 from ...model.module_repr import get_model_size_in_bytes
-from ...model.targets import Filter
 from ...primitives.tracing import outside_graphs
 from ...recipes.base import Recipe
 from ..data import Data, eval_mode
@@ -102,14 +101,12 @@ def quantized(item: Item, option: int) -> nn.Parameter:
     return nn.Parameter(candidate.make(item.target, item.parameter.detach()), False)
 
 
-def improve(
-    divergence: Divergence, options: Sequence[int], costs: Costs, scores: Values, limit: int, tries: int
-) -> Improved:
-    """Try up to `tries` swaps, and keep those by which the divergence falls."""
-    items = divergence.items
+def improve(loss: Divergence, options: Sequence[int], costs: Costs, scores: Values, limit: int, tries: int) -> Improved:
+    """Try up to `tries` swaps, and keep those by which the loss falls."""
+    items = loss.items
     chosen = list(options)
     parameters = [quantized(item, option) for item, option in zip(items, chosen)]
-    before = least = divergence.of(parameters)
+    before = least = loss.of(parameters)
     seen = {tuple(chosen)}
     tried = kept = 0
     queue = iter(swaps(chosen, costs, scores, limit))
@@ -122,7 +119,7 @@ def improve(
         new = list(parameters)
         for index, option in swap.options.items():
             new[index] = quantized(items[index], option)
-        if (found := divergence.of(new)) < least:
+        if (found := loss.of(new)) < least:
             least, parameters, chosen, kept = found, new, list(result), kept + 1
             queue = iter(swaps(chosen, costs, scores, limit))
     return Improved(tuple(chosen), before, least, tried, kept)
@@ -264,7 +261,7 @@ def allocate(
     budget: str | int,
     data: Iterable[Any] | Data | None = None,
     *,
-    filter_fn: Filter | None = None,
+    filter_fn: targets.Filter | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     mask: Callable[[Any], Tensor] | None = None,
     gradients: bool = True,
@@ -311,7 +308,7 @@ def allocate(
         ValueError: the budget is less than the least possible, no candidate fits a weight, or there is no batch.
         TypeError: a candidate is no recipe, or the budget none of the above.
     """
-    check_model("allocate", model)
+    install.check_model("allocate", model)
     limit_of = Budget.of(budget)
     if isinstance(loss, str) and loss != "logits":
         raise ValueError(f'allocate: loss is "logits" or a function, got {loss!r}')

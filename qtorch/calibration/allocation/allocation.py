@@ -14,7 +14,7 @@ from typing import Any
 
 from ...checkpoint.formats.transformers_folder import read_recipe, recipe_json
 from ...model.report import format_table
-from ...primitives import files, jsonable
+from ...primitives import construct, files
 from ...recipes.base import Recipe
 
 _SWAPS = {"before", "after", "tried", "kept"}
@@ -227,7 +227,7 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
             recipes = {name: read_recipe(recipe) for name, recipe in data["recipes"]}
             rows = tuple(_row(row) for row in data["rows"])
             given = {name: data[name] for name in ("budget", "limit", "rest_bytes", "measure", "curve")}
-            report = jsonable.construct(AllocationReport, {"rows": rows, **given})
+            report = construct(AllocationReport, {"rows": rows, **given})
             _in_range(report.limit, report.rest_bytes, *(cost for cost, _ in report.curve))
             swaps = {name: float(value) for name, value in data["swaps"].items()}
             if not rows or {row.name for row in rows} != recipes.keys() or swaps.keys() not in (set(), _SWAPS):
@@ -273,7 +273,7 @@ class Allocation(AllocationReport, Mapping[str, "Recipe | None"]):
 
 
 def _row(data: Mapping[str, Any]) -> Row:
-    row = jsonable.construct(Row, data)
+    row = construct(Row, data)
     lengths = {len(row.candidates), len(row.nbytes), len(row.scores), len(row.nanoseconds) or len(row.candidates)}
     if len(lengths) > 1 or not 0 <= row.chosen < len(row.candidates) or not row.elements:
         raise ValueError(f"the row of {row.name!r:.80} does not fit its candidates")

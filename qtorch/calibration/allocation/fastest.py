@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...model import install, module_repr, targets
 from ...primitives.sqnr import compute_error
@@ -107,6 +106,6 @@ def _error(item: Item, option: int, x: Tensor) -> tuple[float, float]:
     candidate, weight = item.candidates[option], item.matrix
     if candidate is None:
         return 0.0, float("inf")
-    wanted = functional.linear(x, weight)
-    sqnr = float(compute_error(wanted, functional.linear(x, nn.Parameter(candidate.apply(weight), False))))
+    wanted = nn.functional.linear(x, weight)
+    sqnr = float(compute_error(wanted, nn.functional.linear(x, nn.Parameter(candidate.apply(weight), False))))
     return 10 ** (-sqnr / 10), sqnr

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...model.targets import Filter, Target, find_targets, named_errors
 from ...primitives import MinMaxRule
@@ -156,16 +155,14 @@ SECONDS = 0.02
 TURNS = 7
 
 
-def interleaved_medians(
-    candidates: Sequence[Callable[[], Any]], turns: int = TURNS, seconds: float = SECONDS
-) -> list[float]:
+def interleaved_medians(runs: Sequence[Callable[[], Any]], turns: int = TURNS, seconds: float = SECONDS) -> list[float]:
     """Median time of one call of each function, in nanoseconds; they take turns, so that a disturbance hits all."""
-    for function in candidates:
+    for function in runs:
         for _ in range(3):
             function()
-    times: list[list[float]] = [[] for _ in candidates]
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(turns):
-        for index, function in enumerate(candidates):
+        for index, function in enumerate(runs):
             calls, start = 0, time.perf_counter_ns()
             while not calls or time.perf_counter_ns() - start < seconds * 1e9:
                 function()
@@ -201,7 +198,7 @@ def product(x: Tensor, weight: Tensor) -> Callable[[], None]:
     on_gpu = x.device.type == "cuda"
 
     def run() -> None:
-        functional.linear(x, parameter)
+        nn.functional.linear(x, parameter)
         if on_gpu:
             torch.cuda.synchronize(x.device)
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...dtypes import QuantizedTensor
 from ...model.targets import Target
@@ -101,15 +100,15 @@ class Rows(NamedTuple):
             cumulated = values.softmax(-1).cumsum(-1)
             uniform = torch.rand(len(values), 1, generator=generator, dtype=torch.float32, device="cpu").to(values)
             labels = (cumulated < uniform * cumulated[:, -1:]).sum(-1).clamp(max=values.shape[-1] - 1)
-        return functional.cross_entropy(values, labels, reduction="sum")
+        return nn.functional.cross_entropy(values, labels, reduction="sum")
 
     def divergence(self, other: "Rows") -> Tensor:
         """KL(self, other), or 1 - cosine, of each row, (M,)."""
         mine, others = self.values.float(), other.values.float().to(self.values.device)
         if not self.are_logits:
-            return 1 - functional.cosine_similarity(mine, others, dim=-1)
+            return 1 - nn.functional.cosine_similarity(mine, others, dim=-1)
         log_p, log_q = mine.log_softmax(-1), others.log_softmax(-1)
-        return functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+        return nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
 @dataclass

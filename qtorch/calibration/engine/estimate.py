@@ -19,10 +19,9 @@ from ...model.report import CalibrationEstimate
 from ...model.targets import Target
 from ..data import Data
 from ..statistics import SecondMoment
-from .float_weights import Weights
+from . import float_weights, trace
 from .in_order import InOrder
 from .streams import Stream, needed_outputs
-from .trace import Stage, Unit
 
 _WORK = 2
 """Matrices (K, K) that a refinement holds beside the moment: damped, and that permuted. GPTQ holds one, its factor."""
@@ -32,7 +31,7 @@ _COPIES = 5
 
 
 def estimate(
-    model: nn.Module, targets: Sequence[Target[Any]], data: Data, weights: Weights | None = None
+    model: nn.Module, targets: Sequence[Target[Any]], data: Data, weights: float_weights.Weights | None = None
 ) -> CalibrationEstimate:
     """The estimate for `InOrder` with these arguments and the recipes of the targets; the model is not changed."""
     with InOrder[Any](model, targets, data, weights=weights) as run:
@@ -63,7 +62,7 @@ def estimate(
     )
 
 
-def _sample(run: InOrder[Any], units: Sequence[Unit], blocks: Sequence[nn.Module]) -> tuple[float, float]:
+def _sample(run: InOrder[Any], units: Sequence[trace.Unit], blocks: Sequence[nn.Module]) -> tuple[float, float]:
     """Seconds of rounding for an operation, and of statistics for an element, of a weight of the first unit."""
     unit = next((unit for unit in units if unit.block is not None and unit.stages), units[0] if units else None)
     if unit is None:
@@ -105,7 +104,7 @@ def _columns(weight: Tensor) -> int:
     return _shape(weight)[2]
 
 
-def _statistics_bytes(stage: Stage, run: InOrder[Any]) -> int:
+def _statistics_bytes(stage: trace.Stage, run: InOrder[Any]) -> int:
     """The statistics of a stage: of one input if its weights share it, else of each weight and expert."""
     of_each = []
     for weight in stage.weights:

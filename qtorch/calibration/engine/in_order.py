@@ -16,7 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ...checkpoint.part_file import Damaged
@@ -62,7 +61,7 @@ class BlockRun:
         named = {name: tensor for weight, tensor in weights.items() for name in self.names[weight]}
         # A block may write into its inputs.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch]))
-        output = functional_call(self.block, named, args, kwargs)
+        output = torch.func.functional_call(self.block, named, args, kwargs)
         found, wanted = (next(iter(tensors_of(of)), None) for of in (output, self.output(batch)))
         if found is None or wanted is None:
             raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")

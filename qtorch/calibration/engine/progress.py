@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from ...checkpoint import part_file, save_load, sources, tensor_file
 from ...checkpoint.part_file import Damaged, clear_folder, read_journal, write_journal
@@ -70,8 +68,8 @@ class Resumable(Progress[M]):
     """
 
     def __init__(
-        self, folder: Path, parts: Mapping[str, str], encode: Callable[[M], tuple[Tensor, Any]],
-        decode: Callable[[Tensor, Any], M], *, anew: bool = False,
+        self, folder: Path, parts: Mapping[str, str], encode: Callable[[M], tuple[torch.Tensor, Any]],
+        decode: Callable[[torch.Tensor, Any], M], *, anew: bool = False,
     ) -> None:  # fmt: skip
         self.anew = anew
         self.folder, self._journal = folder, folder / part_file.JOURNAL
@@ -211,7 +209,7 @@ def fingerprint(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def fingerprint_of_weights(model: nn.Module) -> str:
+def fingerprint_of_weights(model: torch.nn.Module) -> str:
     """The fingerprint of all parameters and buffers, and of the class of the model."""
     tensors = {name: _of_tensor(tensor) for name, (_, _, tensor) in tensor_file.places_of(model)}
     return fingerprint([type(model).__qualname__, tensors])
@@ -226,13 +224,13 @@ def fingerprint_of_data(data: Data) -> str:
     ]
     batches = []
     for batch in data.batches:
-        leaves, spec = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+        leaves, spec = torch.utils._pytree.tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
         batches.append([str(spec), [_of_leaf(leaf) for leaf in leaves]])
     return fingerprint([functions, batches])
 
 
 def _of_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, torch.Tensor):
         return ["tensor", _of_tensor(leaf)]
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
@@ -241,9 +239,9 @@ def _of_leaf(leaf: Any) -> Any:
     raise ValueError(f"resume: a batch holds a {type(leaf).__name__}, want tensors, numbers and text")
 
 
-def _of_tensor(tensor: Tensor) -> Any:
+def _of_tensor(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, QuantizedTensor):
         return [repr(tensor.scheme), {name: _of_tensor(inner) for name, inner in tensor.inner_tensors.items()}]
-    if tensor.is_meta or nn.parameter.is_lazy(tensor):
+    if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
         return "no values"
     return tensor_file.checksum(tensor.detach().cpu())

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives import QuantSpec
-from ...primitives.jsonable import jsonable
-from ...primitives.qdtype import qdtype
+from ...primitives import QuantSpec, jsonable, qdtype
 from ..engine import BlockRun
 from .grid import Grid
 

@@ -21,10 +21,7 @@ import torch
 from torch import Tensor
 
 from ...dtypes import QuantizedTensor, quantized_type
-from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec, double_quant
-from ...primitives.affine import dequantize_split, real_codes
-from ...primitives.jsonable import jsonable
-from ...primitives.spec import Scheme
+from ...primitives import CodebookSpec, LinearSpec, PerBlock, QuantSpec, Scheme, affine, double_quant, jsonable
 
 
 @dataclass
@@ -146,9 +143,9 @@ class Columns:
         other: Any = self.other if self.other is None or self.other.dim() == 1 else self.other[group]
         if isinstance(self.spec, QuantSpec):
             kind, domain, bounds = self.spec.dtype, self.spec.zero_point_domain, self.spec.code_range
-            reals = real_codes(values, scale, other, kind, bounds, domain, self.spec.rounding)
+            reals = affine.real_codes(values, scale, other, kind, bounds, domain, self.spec.rounding)
             codes = kind.encode(reals.clamp(*bounds))
-            return codes, dequantize_split(kind.decode(codes), scale, other, bounds, domain)
+            return codes, affine.dequantize_split(kind.decode(codes), scale, other, bounds, domain)
         scale, other = scale.unsqueeze(1), other if other.dim() == 1 else other.unsqueeze(1)
         codes = self.spec.quantize(values.unsqueeze(1), scale, other)
         return codes.squeeze(1), self.spec.dequantize(codes, scale, other).squeeze(1)

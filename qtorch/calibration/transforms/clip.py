@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ...model.report import TransformReport
-from ...primitives import QuantSpec
-from ...primitives.jsonable import jsonable
+from ...primitives import QuantSpec, jsonable
 from ..rounding import Grid
 from .scaling import TOKENS, Consumer, WeightInputs, collect_inputs
 from .work import Transform, Work

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_arg
 
 from .propagation import Labels, Propagation, Rule, aligned, compact, shape_of
 
@@ -90,7 +89,7 @@ def _moved(p: Propagation, node: fx.Node) -> Labels:
         return labels.expand(shape)
 
     function: Any = torch.reshape if "view" in str(node.target) else node.target
-    moved = function(*map_arg(node.args, full), **map_arg(node.kwargs, full))
+    moved = function(*torch.fx.node.map_arg(node.args, full), **torch.fx.node.map_arg(node.kwargs, full))
     if isinstance(moved, tuple | list):
         return [compact(part) if bool(part.any()) else None for part in moved]
     return compact(moved)

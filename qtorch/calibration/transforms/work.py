@@ -10,7 +10,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ...model.report import TransformReport
@@ -28,7 +27,7 @@ TOLERANCE = 1e-4
 """Largest relative difference of outputs in fp32 and fp64."""
 
 
-class _InFloat32(TorchFunctionMode):
+class _InFloat32(torch.overrides.TorchFunctionMode):
     """Operations on 16-bit floats run in fp32, and so do those that would make such tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

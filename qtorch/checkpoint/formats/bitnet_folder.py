@@ -5,10 +5,7 @@ from dataclasses import replace
 import torch
 
 from ...dtypes import PackedLayout
-from ...primitives import AbsMeanRule, LinearSpec, MappingType, QuantSpec
-from ...primitives.granularity import PerRow
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import Scheme
+from ...primitives import AbsMeanRule, LinearSpec, MappingType, PerRow, QuantSpec, Scheme, qdtype
 from ...recipes.integer import int8_activation
 from ..hf_folder import FolderSource, Parts, StoredWeight
 from ..sources import register_source

@@ -5,13 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...primitives import CodebookSpec
-from ...primitives.codebooks import NF4_TABLE
-from ...primitives.files import naming, parse_json
-from ...primitives.granularity import PerGroup, PerRow
-from ...primitives.qdtype import qdtype
+from ...primitives import NF4_TABLE, CodebookSpec, PerGroup, PerRow, files, qdtype
 from ..hf_folder import DTYPES, FolderSource, HFFolder, Parts, StoredWeight
 from ..sources import register_source
 from .blocks import Cut, check_stored, symmetric_spec, unpack_nibbles, weight_only, with_suffix
@@ -27,7 +22,7 @@ _FP4_MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 """In twelfths; the fourth bit of a code is the sign."""
 
 
-def _fp4_values() -> Tensor:
+def _fp4_values() -> torch.Tensor:
     magnitudes = torch.tensor(_FP4_MAGNITUDES, dtype=torch.float32, device="cpu") / 12
     return torch.cat([magnitudes, -magnitudes])
 
@@ -143,7 +138,7 @@ def _read(folder: HFFolder, name: str, state: QuantState, cut: Cut) -> Parts:
     }
 
 
-def _absmax(folder: HFFolder, name: str, state: QuantState) -> Tensor:
+def _absmax(folder: HFFolder, name: str, state: QuantState) -> torch.Tensor:
     """The scales of the blocks, fp32."""
     stored = folder.read(f"{name}.absmax")
     if state.nested_blocksize is None:
@@ -157,8 +152,8 @@ def _state(folder: HFFolder, name: str) -> QuantState:
     """Read and validate the JSON text of a weight."""
     if folder.nbytes(name) > _MAX_STATE:
         raise ValueError(f"its quant_state has {folder.nbytes(name)} bytes")
-    with naming("its quant_state is not JSON"):
-        data: Any = parse_json(bytes(folder.read(name).tolist()).decode())
+    with files.naming("its quant_state is not JSON"):
+        data: Any = files.parse_json(bytes(folder.read(name).tolist()).decode())
     if not isinstance(data, dict):
         raise ValueError(f"its quant_state is a {type(data).__name__}, not an object")
     kind, shape, dtype = data.get("quant_type"), data.get("shape"), DTYPES.get(str(data.get("dtype")))

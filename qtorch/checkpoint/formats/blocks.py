@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ...primitives import CodebookSpec, LinearSpec, MappingType, QuantSpec, ZeroPointDomain
+from ...primitives import CodebookSpec, LinearSpec, MappingType, QDType, QuantSpec, Scheme, ZeroPointDomain, qdtype
 from ...primitives.granularity import Granularity, PerGroup, PerRow
 from ...primitives.layouts.plain import smallest_layout
-from ...primitives.qdtype import QDType, qdtype
-from ...primitives.spec import Scheme
 from ..hf_folder import HFFolder
 
 SMALLEST_PART = 8
@@ -202,7 +199,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     # The fewest codes that fill whole bytes: `count` of them take `size` bytes.
     count, size = (8 // bits, 1) if 8 % bits == 0 else (8, bits)
     runs = -(-nbytes // size)
-    spread = pad(codes, (0, runs * count - length)).reshape(rows, runs, count)
+    spread = torch.nn.functional.pad(codes, (0, runs * count - length)).reshape(rows, runs, count)
     packed: list[Tensor] = []
     for i in range(count):
         byte, bit = divmod(i * bits, 8)

@@ -40,7 +40,6 @@ from ..hf_folder import FolderSource, HFFolder, Parts, StoredWeight
 from ..save_folder import SaveFormat, register_save_format
 from ..sources import register_source
 from . import blocks
-from .blocks import pack
 
 _WORD = 32
 
@@ -68,13 +67,9 @@ GPTQ = {
 AWQ = Packing(bits=(4,), along_outputs=True)
 
 AUTO_ROUND = {
-    "auto_round:auto_gptq": GPTQ["gptq"],
-    "auto_round:gptq": GPTQ["gptq"],
-    "auto_round": GPTQ["gptq_v2"],
-    "auto_round:gptqmodel": GPTQ["gptq_v2"],
-    "auto_round:auto_awq": AWQ,
-    "auto_round:awq": AWQ,
-}
+    "auto_round:auto_gptq": GPTQ["gptq"], "auto_round:gptq": GPTQ["gptq"], "auto_round": GPTQ["gptq_v2"],
+    "auto_round:gptqmodel": GPTQ["gptq_v2"], "auto_round:auto_awq": AWQ, "auto_round:awq": AWQ,
+}  # fmt: skip
 """By `packing_format`; the first is that of transformers' AutoRoundConfig, for files without one."""
 
 
@@ -93,9 +88,7 @@ class GptqSource(FolderSource):
         if config.get("is_marlin_format"):
             name = "marlin"
         if name not in GPTQ:
-            raise ValueError(
-                f"{self.path}: checkpoint_format is {name!r:.40}, which is not read; known: {', '.join(GPTQ)}"
-            )
+            raise ValueError(f"{self.path}: checkpoint_format {name!r:.40} is not read; known: {', '.join(GPTQ)}")
         packing, meta = GPTQ[name], config.get("meta")
         if packing.minus_one and "gptqmodel" in str(meta.get("quantizer") if isinstance(meta, dict) else ""):
             packing = replace(packing, borrows=True)
@@ -335,8 +328,8 @@ class GptqFormat(_GroupedFormat):
                 "convert_checkpoint(..., format='gptq', options={'checkpoint_format': 'gptq_v2'})"
             )
         return {
-            "qweight": pack(codes, bits).t().contiguous(),
-            "qzeros": pack(stored.to(torch.uint8), bits),
+            "qweight": blocks.pack(codes, bits).t().contiguous(),
+            "qzeros": blocks.pack(stored.to(torch.uint8), bits),
             "g_idx": torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // zeros.shape[1]),
         }
 
@@ -354,7 +347,7 @@ class AwqFormat(_GroupedFormat):
 
     def _packed(self, codes: Tensor, zeros: Tensor, bits: int) -> dict[str, Tensor]:
         order = [8 * word + output for word in range(codes.shape[0] // 8) for output in _OUTPUT_OF_NIBBLE]
-        packed = (pack(each.t()[:, order].to(torch.uint8).contiguous(), bits) for each in (codes, zeros))
+        packed = (blocks.pack(each.t()[:, order].to(torch.uint8).contiguous(), bits) for each in (codes, zeros))
         return dict(zip(("qweight", "qzeros"), packed, strict=True))
 
     def config(self) -> dict[str, Any]:

@@ -4,10 +4,8 @@ import math
 import re
 
 import torch
-from torch import Tensor
 
-from ...primitives import MappingType, QuantSpec, ZeroPointDomain
-from ...primitives.qdtype import qdtype
+from ...primitives import MappingType, QuantSpec, ZeroPointDomain, qdtype
 from ..hf_folder import FolderSource, HFFolder, Parts, StoredWeight
 from ..sources import register_source
 from .blocks import FLOATS, Cut, check_stored, weight_only, with_suffix
@@ -94,7 +92,7 @@ class HqqSource(FolderSource):
         return StoredWeight((codes, f"{name}.scale", f"{name}.zero"), scheme, read)
 
 
-def _unpack(packed: Tensor, packing: str, rows: int, size: int) -> Tensor:
+def _unpack(packed: torch.Tensor, packing: str, rows: int, size: int) -> torch.Tensor:
     """Codes (rows * codes in a word, size) in uint8; see the top of the file."""
     words = packed.reshape(-1).view(torch.int32 if packing == "3bit_32" else torch.uint8).reshape(rows, size)
     width, count = _PACKINGS[packing]

@@ -252,13 +252,9 @@ def _nvfp4(entry: Entry) -> StoredWeight:
 
 
 TorchaoSource.classes = {
-    "Int8Tensor": _integers,
-    "IntxUnpackedToInt8Tensor": _integers,
-    "Int4Tensor": _int4,
-    "Float8Tensor": float8,
-    "MXTensor": _mx,
-    "NVFP4Tensor": _nvfp4,
-}
+    "Int8Tensor": _integers, "IntxUnpackedToInt8Tensor": _integers, "Int4Tensor": _int4, "Float8Tensor": float8,
+    "MXTensor": _mx, "NVFP4Tensor": _nvfp4,
+}  # fmt: skip
 
 
 _INDEX = "pytorch_model.bin.index.json"

@@ -24,16 +24,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ...dtypes import QuantizedTensor, serialize
 from ...primitives.files import naming, parse_json
 from ...primitives.jsonable import from_json, to_json
-from ..header import check_entries
+from .. import header, save_folder, sources, tensor_file
 from ..hf_folder import CONFIG, SUFFIX, HFFolder, find_root, read_object
-from ..save_folder import SaveFormat, register_save_format
-from ..sources import CanonicalSource, register_source
-from ..tensor_file import Stored, TensorFile
 
 METADATA = "qtorch.transformers"
 """Metadata key of every file that holds a quantized tensor; its value is JSON text."""
@@ -41,7 +37,7 @@ METADATA = "qtorch.transformers"
 NAMES_VERSION = 1
 
 
-def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], serialize.Entry]:
+def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, torch.Tensor], serialize.Entry]:
     """The plain tensors that stand for a quantized parameter, by stored name, and its entry in the `Index`."""
     tensors, entry = serialize.to_canonical(name, tensor)
     codes = f"{name}_codes"
@@ -50,7 +46,7 @@ def stored(name: str, tensor: QuantizedTensor) -> tuple[dict[str, Tensor], seria
     return {name: marker(), **renamed}, {**entry, "tensors": parts}
 
 
-def marker() -> Tensor:
+def marker() -> torch.Tensor:
     """An empty tensor with memory of its own: packages that look for shared tensors compare addresses."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")[:0]
 
@@ -95,7 +91,7 @@ class Index:
         quantized, aliases = data.get("quantized", {}), data.get("aliases", {})
         if not isinstance(quantized, dict) or not isinstance(aliases, dict):
             raise ValueError(f"its {METADATA} has no objects 'quantized' and 'aliases'")
-        check_entries(quantized)
+        header.check_entries(quantized)
         for name, source in aliases.items():
             if not isinstance(source, str) or source in aliases:
                 raise ValueError(f"{name} is another name of {source!r:.80}, which is no name of a tensor")
@@ -163,8 +159,8 @@ def is_ours(config: Any) -> bool:
     return isinstance(entry, dict) and entry.get("quant_method") == QUANT_METHOD
 
 
-@register_source
-class TransformersFolder(CanonicalSource):
+@sources.register_source
+class TransformersFolder(sources.CanonicalSource):
     """A folder of `save_pretrained`, or of accelerate's `save_model`, or one file of it that holds a whole model. There
     are no checksums to verify."""
 
@@ -179,7 +175,7 @@ class TransformersFolder(CanonicalSource):
             root = find_root(path)  # such as accelerate writes it, which has no configuration
             if root is None:
                 return False
-            with closing(TensorFile(root) if root.suffix == SUFFIX else HFFolder(path)) as opened:
+            with closing(tensor_file.TensorFile(root) if root.suffix == SUFFIX else HFFolder(path)) as opened:
                 return METADATA in opened.metadata
         except (OSError, ValueError):
             return False
@@ -204,10 +200,10 @@ class TransformersFolder(CanonicalSource):
     def close(self) -> None:
         self.folder.close()
 
-    def stored(self, key: str) -> Stored:
+    def stored(self, key: str) -> tensor_file.Stored:
         return self.folder.stored[key]
 
-    def read(self, key: str) -> Tensor:
+    def read(self, key: str) -> torch.Tensor:
         return self.folder.read(key, mmap=self.mmap)
 
     def _check_names(self) -> set[str]:
@@ -225,8 +221,8 @@ class TransformersFolder(CanonicalSource):
         return plain
 
 
-@register_save_format
-class TransformersFormat(SaveFormat):
+@save_folder.register_save_format
+class TransformersFormat(save_folder.SaveFormat):
     """A folder that `from_pretrained` loads, after `import qtorch.integrations.transformers`."""
 
     name = "transformers"
@@ -237,7 +233,7 @@ class TransformersFormat(SaveFormat):
         self.names: Names = "model"
         self.entries: dict[str, serialize.Entry] = {}
 
-    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def store(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         if not isinstance(tensor, QuantizedTensor):
             return {name: tensor}
         tensors, self.entries[name] = stored(name, tensor)

@@ -14,11 +14,9 @@ from ...model.misfit import OnMisfit, choose
 from ...model.targets import Reach, Refused, Target, find_targets
 from ...quantize_api import check_targets, place
 from ...recipes.base import Recipe, WeightRecipe
+from .. import hf_folder, stacked_experts, tensor_file
 from ..formats import compressed_tensors, transformers_folder
-from ..hf_folder import CONFIG
 from ..sources import Contents, Source
-from ..stacked_experts import is_fused, joined_in_models
-from ..tensor_file import OWN_FORMAT
 
 # A model without data that has the tensors of a checkpoint, so that recipes are assigned to it as to any model.
 #
@@ -85,7 +83,7 @@ def skeleton(tensors: dict[str, Contents], model_type: str | None = None) -> nn.
 def _experts(name: str, contents: Contents, model_type: str | None) -> nn.Module | None:
     """The module of a tensor that holds the experts of a layer, or None."""
     path, _, attribute = name.rpartition(".")
-    if len(contents.shape) == 3 and is_fused(name):
+    if len(contents.shape) == 3 and stacked_experts.is_fused(name):
         return FusedExperts(model_type in TRANSPOSED_EXPERTS)
     if len(contents.shape) == 3 and attribute == "weight" and path.endswith((".input_linear", ".output_linear")):
         return _called("JetMoeParallelExperts")
@@ -140,7 +138,7 @@ def assign(
     floats = {name: of for name, of in contents.items() if of.scheme is None}
     model = skeleton(floats, config.get("model_type"))
     targets: list[Target[Recipe]] = find_targets(model, recipe, None, reach)
-    if format != OWN_FORMAT and not isinstance(recipe, Mapping) and reach != "all":
+    if format != tensor_file.OWN_FORMAT and not isinstance(recipe, Mapping) and reach != "all":
         for slot in [target.slot for target in targets]:
             if slot.kind.name == "linear" and slot.module_name.rpartition(".")[2] in HEADS_AND_ROUTERS:
                 slot.recipe, slot.reason = None, _HEAD.format(format)
@@ -176,7 +174,7 @@ def _complete(chosen: list[Target[Recipe]], source: Source) -> None:
 
 def _check_joined(recipes: Mapping[str, Recipe | None]) -> None:
     """Check that transformers can join the experts of a layer as they were if the model had been quantized."""
-    for names in joined_in_models(recipes):
+    for names in stacked_experts.joined_in_models(recipes):
         asked = list(dict.fromkeys(recipes[name] for name in names))
         where = f"{names[0]} to {names[-1]}: transformers joins these experts in one parameter"
         if len(asked) > 1:
@@ -214,8 +212,8 @@ def _check(recipe: Recipe, target: Target[Recipe]) -> None:
 def meta_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
     """The model of ``config.json``, of the class and, by default, the dtype that it names, in evaluation mode.
     Parameters have no memory; buffers, which files lack, have values."""
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder}: no {CONFIG}, from which transformers could build the model; give model=")
+    if not (folder / hf_folder.CONFIG).is_file():
+        raise ValueError(f"{folder}: no {hf_folder.CONFIG}, from which transformers could build the model; give model=")
     try:
         import transformers
     except ImportError as error:

@@ -18,8 +18,7 @@ from ...dtypes.joining import cut
 from ...model.report import CalibrationEstimate, CalibrationReport
 from ...model.targets import Refused, Target
 from ...recipes.base import Calibrated, Recipe
-from ..part_file import Damaged
-from ..sources import Source
+from .. import part_file, sources
 from ..stacked_experts import FusedSource, fuse_experts
 from ..tensor_file import places_of
 from .assignment import check_values, meta_model
@@ -32,7 +31,7 @@ class CalibratedWeights:
     continued."""
 
     def __init__(
-        self, source: Source, targets: Mapping[str, Target[Recipe]], dst: Path, model: nn.Module | None
+        self, source: sources.Source, targets: Mapping[str, Target[Recipe]], dst: Path, model: nn.Module | None
     ) -> None:
         self.source, self.targets, self.model = source, targets, model
         self.folder = dst.absolute().with_name(f".{dst.name}.calibration")
@@ -89,16 +88,16 @@ class CalibratedWeights:
             try:
                 weight = cut(weight, 1 + max(columns))[place[0]][place[1]]
             except (IndexError, ValueError) as error:
-                raise Damaged(f"what was made of {of_model} has no part {name}: {error}") from error
+                raise part_file.Damaged(f"what was made of {of_model} has no part {name}: {error}") from error
         return of_weight({name: (weight, made.report)}, name, self.targets[name].parameter)
 
-    def _model(self) -> tuple[nn.Module, Source]:
+    def _model(self) -> tuple[nn.Module, sources.Source]:
         """The model on the meta device, and the checkpoint with experts fused as they are there."""
         root = self.source.path if self.source.path.is_dir() else self.source.path.parent
         model = meta_model(root) if self.model is None else self.model
         return model, fuse_experts(self.source, [name for name, _ in places_of(model)])
 
-    def _in_model(self, source: Source, model: nn.Module) -> dict[str, Target[Recipe]]:
+    def _in_model(self, source: sources.Source, model: nn.Module) -> dict[str, Target[Recipe]]:
         """The target of each parameter of the model that is calibrated, by its first name there."""
         first: dict[int, str] = {}
         firsts = {name: first.setdefault(id(tensor), name) for name, (_, _, tensor) in places_of(model)}

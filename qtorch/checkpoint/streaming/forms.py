@@ -16,11 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from ...dtypes import QuantizedTensor, serialize
-from ..header import Header, shard_paths
+from .. import header, tensor_file
 from ..hf_folder import CONFIG, INDEX_SUFFIX, read_object
 from ..part_file import PartFile
 from ..save_folder import INDEX, SAVE_FORMATS, SaveFormat, file_names, save_format, write_index, write_json
-from ..tensor_file import OWN_FORMAT
 
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm", ".vocab", ".bpe", ".merges"})
 """Names of files that are copied end in one of these; weights, pictures and the card of the model do not."""
@@ -126,7 +125,7 @@ class OwnForm(Form):
     """A file of `save_quantized` with its shards, in whose names `token` is; the root is the first file."""
 
     def __init__(self, aliases: Mapping[str, str], token: str) -> None:
-        self.header = Header(aliases=dict(aliases))
+        self.header = header.Header(aliases=dict(aliases))
         self.plain: dict[str, None] = {}
         self.token = token
 
@@ -159,7 +158,7 @@ class OwnForm(Form):
                 os.replace(shard.path, place)
 
     def places(self, count: int, target: Path, folder: Path) -> list[Path]:
-        return [target, *shard_paths(target, self.token, count - 1)]
+        return [target, *header.shard_paths(target, self.token, count - 1)]
 
     def progress(self) -> Any:
         return {"plain": list(self.plain), "quantized": self.header.quantized}
@@ -242,7 +241,7 @@ class FileForm(FolderForm):
 
 def form_of(format: str, source: Path, aliases: Mapping[str, str], recipe: Any, arguments: Any) -> Form:
     """The form of a checkpoint in `format`; the names of shards in the own format follow from the arguments."""
-    if format != OWN_FORMAT:
+    if format != tensor_file.OWN_FORMAT:
         kind = FileForm if SAVE_FORMATS[format].suffix else FolderForm
         return kind(format, source, recipe, arguments.get("options"))
     return OwnForm(aliases, hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:8])

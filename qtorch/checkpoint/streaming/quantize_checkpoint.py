@@ -32,9 +32,7 @@ from ..formats.transformers_folder import recipe_json
 from ..save_folder import SAVE_FORMATS, check_destination, save_folder, save_format
 from ..sources import Contents, Source
 from ..tensor_file import OWN_FORMAT, check_name
-from .assignment import assign, check_values
-from .calibrate import CalibratedWeights
-from .forms import form_of
+from . import assignment, calibrate, forms
 from .partial import Partial, identity_of, model_config, open_any, take_left_over
 
 VERSION = 1
@@ -103,10 +101,10 @@ def quantize_checkpoint(
     _check_paths("quantize_checkpoint", src, format, dst)
     with _open(src, format) as source:
         contents = _contents(source)
-        assigned = assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
+        assigned = assignment.assign(contents, recipe, source, model_config(src), format, targets, on_misfit)
 
         chosen = {name: target for name, target in assigned.items() if target.recipe and target.recipe.in_order}
-        of_chosen = CalibratedWeights(source, chosen, dst, model) if chosen else None
+        of_chosen = calibrate.CalibratedWeights(source, chosen, dst, model) if chosen else None
         estimate = of_chosen.estimate() if of_chosen is not None and dry_run else None
         calibrated = None if dry_run else of_chosen
 
@@ -124,7 +122,7 @@ def quantize_checkpoint(
             if calibrated is not None and name in chosen:
                 made, report = calibrated.weight(name)
             else:
-                made = check_values(name, target, tensor).make(target, tensor)
+                made = assignment.check_values(name, target, tensor).make(target, tensor)
             return made, replace(quantized_row(target, tensor, made), calibration=report)
 
         arguments = {"recipe": recipe_json(recipe), "call": "quantize_checkpoint"}
@@ -235,7 +233,7 @@ def _rewrite(
         if of_earlier is None:
             raise FileExistsError(f"{dst} exists; remove it, or give another name")
         return of_earlier
-    form = form_of(format, source.path, source.aliases, arguments.get("recipe"), arguments)
+    form = forms.form_of(format, source.path, source.aliases, arguments.get("recipe"), arguments)
     with Partial(target, arguments, form, names, max_shard_size) as partial, _bar(contents, progress) as bar:
         bar.update(sum(contents[name].nbytes for name in names[: partial.done]))
         for name in names[partial.done :]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ...dtypes import QuantizedTensor
 from ...recipes import int8_dynamic_activation_int8_weight, nf4_weight_only
@@ -41,7 +40,7 @@ class _QuantizedLinear(nn.Linear):
         self.quantize()
         dtype = self.compute_dtype or input.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(input.to(dtype), self.weight.to(dtype), bias).to(input.dtype)
+        return nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias).to(input.dtype)
 
 
 def _nf4(function: str, quant_type: str, blocksize: int | None, compress_statistics: bool) -> WeightRecipe:

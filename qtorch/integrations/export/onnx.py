@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ...kernels.ops.portable import decomposed
 from ...primitives.qdtype import QDType
@@ -262,7 +261,7 @@ OPSET = 21
 
 
 def onnx(
-    model: nn.Module,
+    model: torch.nn.Module,
     args: tuple[Any, ...] = (),
     path: str | os.PathLike[str] | None = None,
     *,

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from ...kernels.conv import is_channels_last
 from ...kernels.cpu import compiled_library, conv_codes
@@ -274,7 +273,7 @@ def fuse_convolutions(model: nn.Module, *example_inputs: Any) -> FusedModel:
     check_model("fuse_convolutions", model)
     if model.training:
         raise ValueError("fuse_convolutions: the model is in training mode; call model.eval() first")
-    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(example_inputs)):
+    if not any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(example_inputs)):
         raise ValueError("fuse_convolutions: give example inputs of the model's forward")
     if reason := compiled_library.missing():
         raise ValueError(f"fuse_convolutions: needs the compiled CPU kernels: {reason}")
@@ -284,7 +283,7 @@ def fuse_convolutions(model: nn.Module, *example_inputs: Any) -> FusedModel:
         raise ValueError(f"fuse_convolutions: nothing to fuse: {reasons}")
     fused = FusedModel(model, example_inputs).eval()
     with torch.no_grad():
-        wanted, got = (tree_leaves(m(*example_inputs)) for m in (model, fused))
+        wanted, got = (torch.utils._pytree.tree_leaves(m(*example_inputs)) for m in (model, fused))
     exact = all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(wanted, got, strict=True))
     close = exact or all(
         torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...checkpoint.formats.compressed_tensors.config_groups import JOINED
 from ...dtypes import QuantizedTensor
@@ -54,13 +53,13 @@ class FirstProjection(nn.Linear):
         first, *others = self.parts.values()
         if self.apart:
             return self.of_part(first, input)
-        y = functional.linear(input, self.weight, self.bias)
+        y = nn.functional.linear(input, self.weight, self.bias)
         input._projections = self, [y[..., part] for part in others]  # type: ignore[attr-defined]
         return y[..., first]
 
     def of_part(self, part: slice, input: Tensor) -> Tensor:
         """The product with these rows alone."""
-        return functional.linear(input, self.weight[part], None if self.bias is None else self.bias[part])
+        return nn.functional.linear(input, self.weight[part], None if self.bias is None else self.bias[part])
 
     def parts_of_state(self, name: str, whole: Tensor) -> dict[str, Tensor]:
         """The tensors of the layers under their own names, from that of all, which has this name."""
@@ -145,9 +144,7 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         if all(isinstance(getattr(parent, name, None), nn.Module) for name in group)
     ]
     if not found:
-        raise ValueError(
-            f"fuse_projections: {type(model).__name__} has no layers named {' or '.join(map(str, groups))}"
-        )
+        raise ValueError(f"fuse_projections: {type(model).__name__} has no layers {' or '.join(map(str, groups))}")
     for path, parent, names in found:
         layers: list[Any] = [getattr(parent, name) for name in names]
         if (reason := _why_not(layers)) is not None:

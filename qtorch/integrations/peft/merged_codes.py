@@ -18,13 +18,9 @@ from typing import Any
 import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from ...dtypes import QuantizedTensor
-from ...dtypes.dispatch import without_autocast
-from ...dtypes.linear import multiply
-from ...kernels.ops.block_mm import pad_to_blocks
-from ...kernels.ops.quantize import dequantize_rows, quantize_input
+from ...dtypes import QuantizedTensor, dispatch, linear
+from ...kernels.ops import block_mm, quantize
 from ...primitives import tracing
 from .adapter_layers import OnQuantized, adapted_class, is_frozen, requantize_merged
 
@@ -55,7 +51,7 @@ class OnMergedCodes(OnQuantized):
 
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge adapters into the base, whose codes become those that the layer computed with."""
-        with requantize_merged(), without_autocast(self.get_base_layer().weight.device.type):
+        with requantize_merged(), dispatch.without_autocast(self.get_base_layer().weight.device.type):
             super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
 
     def update_layer(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +61,7 @@ class OnMergedCodes(OnQuantized):
     def merged_codes(self: Any, names: Sequence[str]) -> QuantizedTensor:
         """The base weight with these adapters, quantized as the base is."""
         base: QuantizedTensor = self.get_base_layer().weight
-        with torch.no_grad(), without_autocast(base.device.type):
+        with torch.no_grad(), dispatch.without_autocast(base.device.type):
             values = base.dequantize(torch.float32)
             for name in names:
                 values += self.get_delta_weight(name)
@@ -88,7 +84,7 @@ class _ThroughCodes(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, *factors), layer = grad_outputs, ctx.saved_tensors, ctx.layer
@@ -101,7 +97,7 @@ class _ThroughCodes(torch.autograd.Function):
         for name, a, b in zip(ctx.names, factors[::2], factors[1::2]):
             scaled, x_hat = g.to(a.dtype) * layer.scaling[name], rows.to(a.dtype)
             of_factors += [(scaled @ b).T @ x_hat, scaled.T @ (x_hat @ a.T)]
-        of_x = multiply(grad, weight.with_activation(None).t()).to(x.dtype) if needs_x else None
+        of_x = linear.multiply(grad, weight.with_activation(None).t()).to(x.dtype) if needs_x else None
         return None, None, of_x, g.sum(0) if needs_bias else None, *of_factors
 
 
@@ -110,8 +106,8 @@ def _as_multiplied(rows: Tensor, weight: Any) -> Tensor:
     spec = weight.scheme.activation
     if spec is None or spec.rotation:
         return rows
-    padded = pad_to_blocks(rows, spec.granularity)
-    return dequantize_rows(spec, *quantize_input(padded, weight))[: rows.shape[0], : rows.shape[1]]
+    padded = block_mm.pad_to_blocks(rows, spec.granularity)
+    return quantize.dequantize_rows(spec, *quantize.quantize_input(padded, weight))[: rows.shape[0], : rows.shape[1]]
 
 
 def check_adapter(layer: Any, name: str) -> None:

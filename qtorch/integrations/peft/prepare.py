@@ -58,9 +58,7 @@ def prepare_for_adapters(
     check_model("prepare_for_adapters", model)
     any_model: Any = model
     if not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
-        raise ValueError(
-            f"prepare_for_adapters: no weight of {type(model).__name__} is quantized; call quantize_ first"
-        )
+        raise ValueError(f"prepare_for_adapters: no weight of {type(model).__name__} is quantized; call quantize_")
     if gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(
             f"prepare_for_adapters: a {type(model).__name__} has no gradient_checkpointing_enable(), which models of "

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ... import recipes
+from ... import quantize_api, recipes
 from ...calibration.allocation import fastest
 from ...dtypes import Layout, PackedLayout, SemiSparseLayout, TensorCoreTiledLayout
 from ...primitives import MappingType, PerRow, PerTensor, ZeroPointDomain
-from ...quantize_api import quantize_
 from ...recipes.base import WeightRecipe
 from . import translate
 from .translate import arguments, only, refuse
@@ -163,5 +162,5 @@ def autoquant(
     example = (example_input,) if isinstance(example_input, Tensor) else example_input
     allocation = fastest(model, list(qtensor_class_list), example, filter_fn=filter_fn, min_sqnr=min_sqnr)
     if any(allocation.values()):
-        quantize_(model, allocation)
+        quantize_api.quantize_(model, allocation)
     return model

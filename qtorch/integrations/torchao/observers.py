@@ -14,7 +14,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...calibration.observers import min_max
 from ...dtypes import AffineQuantizedTensor
@@ -133,7 +132,7 @@ class LinearActivationWeightObservedTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is functional.linear:
+        if func is nn.functional.linear:
             return _linear(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -150,7 +149,7 @@ def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
             if weight.weight_observer is not None:
                 weight.weight_observer(weight.original_weight_tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        return functional.linear(input, weight, bias)
+        return nn.functional.linear(input, weight, bias)
 
 
 def insert_observers_(

@@ -4,7 +4,6 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from ...kv_cache import use_quantized_attention
@@ -61,7 +60,7 @@ def compile_generate(
     ids = torch.ones(sequences, 1, dtype=torch.int64, device=model.device)
     with tqdm(total=WARM_UP, desc="compile_generate", unit="token", disable=not progress) as bar:
 
-        def enough(given: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        def enough(given: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             bar.update()
             return torch.full((len(given),), given.shape[1] > WARM_UP, dtype=torch.bool, device=given.device)
 

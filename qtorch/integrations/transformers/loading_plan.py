@@ -22,10 +22,7 @@ from ...checkpoint.formats import transformers_folder
 from ...checkpoint.formats.transformers_folder import QUANT_METHOD, VERSION, Index, quantization_config, read_recipe
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor, serialize
 from ...kernels.registry import choose
-from ...model.explain import problem_of
-from ...model.misfit import OnMisfit
-from ...model.misfit import choose as choose_fitting
-from ...model.module_repr import get_model_size_in_bytes
+from ...model import explain, misfit, module_repr
 from ...model.report import QuantizeReport, skipped_row
 from ...model.targets import Target, find_targets, is_asked_by_name, named_errors
 from ...quantize_api import check_targets, instead_of, place, quantize_
@@ -66,7 +63,7 @@ class QtorchConfig(QuantizationConfigMixin):
         modules_to_not_convert: Sequence[str] | None = None,
         *,
         targets: str | Sequence[str] = "linear",
-        on_misfit: OnMisfit = "error",
+        on_misfit: misfit.OnMisfit = "error",
         calibration: Iterable[Any] | None = None,
         calibration_method: Method = "auto",
         calibration_length: int = 512,
@@ -83,7 +80,7 @@ class QtorchConfig(QuantizationConfigMixin):
         self.recipe = dict(recipe) if isinstance(recipe, Mapping) and "type" not in recipe else read_recipe(recipe)
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.targets = targets if isinstance(targets, str) else list(targets)
-        self.on_misfit: OnMisfit = on_misfit
+        self.on_misfit: misfit.OnMisfit = on_misfit
         self.calibration, self.calibration_method = calibration, calibration_method
         self.calibration_length, self.names = calibration_length, names
         # Not "dtype": transformers turns the values of keys of that name into dtypes.
@@ -148,7 +145,7 @@ class Plan:
         skipped = HfQuantizer.get_modules_to_not_convert(model, config.modules_to_not_convert, in_fp32)
         for target in self._all:
             _skip(target, skipped, config)
-        choose_fitting(self._all, config.on_misfit, _check_form)
+        misfit.choose(self._all, config.on_misfit, _check_form)
         asked = [target for target in self._all if target.recipe is not None]
         if not asked:
             raise ValueError(f"QtorchConfig: no weight of {type(model).__name__} is left to quantize")
@@ -169,15 +166,11 @@ class Plan:
         loaded = replace(target.slot, parameter=nn.Parameter(weight, requires_grad=False))
         recipe.check_target(Target([loaded]))
         made: Tensor = recipe.make(Target([loaded]), weight)
-        kernel = choose(problem_of(made, loaded.module, weight.dtype, weight.device.type)).name  # type: ignore[arg-type]
+        kernel = choose(explain.problem_of(made, loaded.module, weight.dtype, weight.device.type)).name  # type: ignore[arg-type]
         self._rows[id(target)] = replace(
-            self._rows[id(target)],
-            action="quantized",
-            detail=str(recipe),
-            bytes_before=weight.nbytes,
-            bytes_after=made.nbytes,
-            kernel=kernel,
-        )
+            self._rows[id(target)], action="quantized", detail=str(recipe), bytes_before=weight.nbytes,
+            bytes_after=made.nbytes, kernel=kernel,
+        )  # fmt: skip
         return made
 
     def calibrate(self, model: Any, config: QtorchConfig) -> None:
@@ -196,7 +189,7 @@ class Plan:
     def report(self, model: nn.Module) -> QuantizeReport:
         """What has been done; weights quantized while loading have no SQNR, since the float weights are gone."""
         rows = tuple(self._rows.values())
-        size = get_model_size_in_bytes(model)
+        size = module_repr.get_model_size_in_bytes(model)
         saved = sum(row.bytes_before - row.bytes_after for row in rows if row.action == "quantized")
         elements = sum(parameter.numel() for parameter in model.parameters())
         return QuantizeReport(rows, False, elements, 0, size + saved, size)

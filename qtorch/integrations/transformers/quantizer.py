@@ -21,9 +21,8 @@ from transformers.quantizers.base import HfQuantizer
 
 from ...checkpoint.formats.transformers_folder import QUANT_METHOD, Index, is_marker, read_recipe, recipe_json
 from ...dtypes import QuantizedTensor, serialize
+from ...model import module_repr, report
 from ...model.install import PreparedModule, QuantizationState
-from ...model.module_repr import show_quantized
-from ...model.report import QuantizeReport
 from ...quantize_api import dequantize_
 from ...recipes.base import Recipe
 from ...training.weights import codes, master
@@ -255,7 +254,7 @@ class QtorchHfQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QtorchConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.report: QuantizeReport | None = None
+        self.report: report.QuantizeReport | None = None
         self.trained: dict[str, Recipe] = {}
         self._plan: Plan | None = None
         self._stored: StoredWeights | None = None
@@ -321,7 +320,7 @@ class QtorchHfQuantizer(HfQuantizer):
         self.watch(model)
         experts_interface.choose(model)
         for module in model.modules():
-            show_quantized(module)
+            module_repr.show_quantized(module)
         return model
 
     def watch(self, model: Any) -> None:

@@ -11,17 +11,14 @@ from torch import Tensor
 from ...primitives.layouts.packed import can_pack_bits
 from ...primitives.tracing import is_compiling
 from ..custom_ops import note, opaque, recording
+from ..linear import scaled
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
-from ..linear.scaled import supports_int32
 from ..ops.quantize import Quantized, quantize_input
 from ..registry import Problem, from_rows, needs_floats, to_rows
-from . import weight
+from . import int8_linear, weight, weight_only
 from .compiled_library import TYPES, library, missing, threads
-from .int8_linear import quantize_rows, row_quantizer
 from .memory import address, empty
 from .structs import BlockCall, Blocks, Input, Output, pack
-from .weight import CompiledWeight, register_compiled
-from .weight_only import where_finite
 
 BLOCK_MULTIPLE = 16  # the size of a block is a multiple of this
 
@@ -49,7 +46,7 @@ def cpu_block_sparse_mm(
     rows, kept = columns.shape
     size = n // rows
     _check_columns(columns, n, k)
-    stored = CompiledWeight.of(codes, scale, None, n, kept * size, weight_dtype, packed, "NONE", 0.0)
+    stored = weight.CompiledWeight.of(codes, scale, None, n, kept * size, weight_dtype, packed, "NONE", 0.0)
     compiled = stored.compiled
 
     def in_torch() -> Tensor:
@@ -72,7 +69,7 @@ def cpu_block_sparse_mm(
     blocks, factors = Blocks(address(columns, torch.int32), size, kept), address(scales, torch.float32)
     call = BlockCall(of_x, of_y, blocks, k, factors, address(zeros, torch.int32), threads())
     lost = compiled.block_sparse_mm(pack(stored.fields) + pack(call))
-    return where_finite(y, x, in_torch) if lost else y
+    return weight_only.where_finite(y, x, in_torch) if lost else y
 
 
 def _check_columns(columns: Tensor, n: int, k: int) -> None:
@@ -91,15 +88,15 @@ def _check_columns(columns: Tensor, n: int, k: int) -> None:
 
 def _quantized(x: Tensor, quantized: Any) -> Quantized:
     """(codes, scale, zero point) of the rows of x."""
-    quantizer = row_quantizer(quantized.scheme.activation)
+    quantizer = int8_linear.row_quantizer(quantized.scheme.activation)
     if quantizer is None or is_compiling() or library() is None:
         return quantize_input(x, quantized)
-    return quantize_rows(x, list(quantizer))
+    return int8_linear.quantize_rows(x, list(quantizer))
 
 
 def _supports(problem: Problem) -> str | None:
     scheme = problem.scheme
-    if reason := needs_floats(problem) or (supports_int32(problem) if scheme.activation is not None else None):
+    if reason := needs_floats(problem) or (scaled.supports_int32(problem) if scheme.activation is not None else None):
         return reason
     layout: Any = scheme.layout
     group = scheme.weight.block_size(scheme.shape)[1]
@@ -109,10 +106,10 @@ def _supports(problem: Problem) -> str | None:
     return missing()
 
 
-@register_compiled(
+@weight.register_compiled(
     "linear", layout="block_sparse", activation=("int8",), supports=_supports, name="cpu_block_sparse_int8_mm"
 )
-@register_compiled(
+@weight.register_compiled(
     "linear", layout="block_sparse", activation=(), supports=_supports, name="cpu_block_sparse_weight_only_mm"
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:

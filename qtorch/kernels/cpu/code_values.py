@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ...primitives import PerGroup, QuantSpec, ZeroPointDomain
+from ...primitives import PerGroup, QuantSpec, ZeroPointDomain, qparams
 from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, group_size, only_multiplies
 from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
-from ...primitives.qparams import Numerics
 from ...primitives.vector_spec import ENTRIES, signs
 from .memory import address
 
@@ -58,7 +56,7 @@ class CodeValues(NamedTuple):
     def of_table(cls, table: Tensor) -> CodeValues:
         """Those of `table` (L,), or (N, 1, L), one for each row."""
         rows = table.detach().reshape(-1, table.shape[-1]).float()
-        found = cls(functional.pad(rows, (0, max(0, 16 - rows.shape[1]))).contiguous(), rows.shape[1])
+        found = cls(torch.nn.functional.pad(rows, (0, max(0, 16 - rows.shape[1]))).contiguous(), rows.shape[1])
         return found._replace(unit=_unit_of(rows[0].tolist())) if rows.shape == (1, 16) else found
 
     @classmethod
@@ -184,7 +182,7 @@ def tensors_of_scales(weight: Any) -> tuple[Tensor, Tensor | None, Tensor | None
 
 
 @functools.lru_cache(maxsize=1024)
-def _form_of_scales(spec: Numerics, count: int) -> tuple[str, int, bool]:
+def _form_of_scales(spec: qparams.Numerics, count: int) -> tuple[str, int, bool]:
     return spec.dtype.name, group_size(count, spec), not only_multiplies(spec)
 
 

@@ -12,18 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ...primitives.granularity import PerTensor
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import QuantSpec
-from ...primitives.tracing import is_compiling
+from ...primitives import PerTensor, QuantSpec, is_compiling, qdtype
 from ..conv import Window, empty_result, scales_images
 from ..custom_ops import note, opaque, recording
 from ..ops.int_matmul import int32_terms
 from ..registry import Problem, needs_floats
-from . import weight
+from . import int8_linear, weight
 from .compiled_library import missing
 from .conv_prepared import Activation, CompiledConv, add_bias, calls_of, prepare
-from .int8_linear import dynamic_quantizer, static_quantizer
 
 SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
 
@@ -73,7 +69,7 @@ def cpu_conv(
 @functools.cache
 def conv_quantizer(spec: QuantSpec, static: bool) -> tuple[tuple[float, ...], int] | None:
     """The quantizer of `cpu_conv` and its shift; None if the compiled kernels do not quantize by this spec."""
-    quantizer = static_quantizer(spec, ("int8", "uint8")) if static else dynamic_quantizer(spec)
+    quantizer = int8_linear.static_quantizer(spec, ("int8", "uint8")) if static else int8_linear.dynamic_quantizer(spec)
     return None if quantizer is None else (quantizer, 128 if spec.dtype is qdtype("int8") else 0)
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..conv import Size, Window, empty_result, is_channels_last
 from .compiled_library import TYPES, threads
@@ -223,7 +222,7 @@ def with_lost(y: Tensor, x: Tensor, window: Window) -> Tensor:
     """NaN in all results of windows, those of one group, that hold a NaN or an infinity."""
     groups, ndim = window.groups, len(window.kernel)
     lost = (~x.isfinite()).unflatten(1, (groups, -1)).any(2).flatten(0, 1).unsqueeze(1).float()
-    conv = (functional.conv1d, functional.conv2d)[ndim - 1]
+    conv = (torch.nn.functional.conv1d, torch.nn.functional.conv2d)[ndim - 1]
     windows = conv(lost, lost.new_ones(1, 1, *window.kernel), None, window.stride, window.padding, window.dilation) > 0
     windows = windows.reshape(y.shape[0], groups, *y.shape[2:]).repeat_interleave(y.shape[1] // groups, 1)
     return y.masked_fill_(windows, torch.nan)

@@ -18,11 +18,10 @@ from ...primitives.tracing import is_compiling
 from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last
 from ..custom_ops import note, opaque, recording
 from ..registry import Problem, needs_floats
-from . import weight
+from . import weight, weight_only
 from .conv_prepared import CompiledConv, add_bias, calls_of, prepare
 from .float_copies import float_copy, wanted
 from .memory import empty
-from .weight_only import Dequantized
 
 SHARED_BYTES = 64 << 20  # largest weight whose floating-point form is in memory that the calls of a thread share
 
@@ -65,7 +64,7 @@ def cpu_weight_only_conv(
     stored = weight.CompiledWeight.of(*about)
     if stored.compiled is None:
         raise RuntimeError("cpu_weight_only_conv: the compiled kernels do not read these tensors")
-    made = Dequantized(stored.compiled, stored.fields, n, k, x.dtype)
+    made = weight_only.Dequantized(stored.compiled, stored.fields, n, k, x.dtype)
     size, last = n * k * x.element_size(), is_channels_last(x)
 
     def ordered(values: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ class ChannelwiseConv(weight.CompiledWeight):
         n, k, shape, self._dtype = *about[:2], *about[-2:]
         self.values = self._last = None
         if self.compiled is not None:
-            rows = Dequantized(self.compiled, self.fields, n, k, self._dtype).rows()
+            rows = weight_only.Dequantized(self.compiled, self.fields, n, k, self._dtype).rows()
             # One channel lies in either order: its strides tell torch in which the result shall be.
             self.values, self._last = rows.view(shape), from_matrix(rows, shape)
 

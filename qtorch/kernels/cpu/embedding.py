@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain, dequantize_affine
+from ...primitives import ZeroPointDomain, dequantize_affine, qdtype
 from ...primitives.layouts.packed import unpack_codes
-from ...primitives.qdtype import qdtype
 from ..custom_ops import note, opaque
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, needs_floats
-from . import weight
-from .code_values import FLOATS
+from . import code_values, weight
 from .compiled_library import TYPES, threads
 from .memory import address, empty
 from .structs import EmbedCall, Weight, struct_of
@@ -71,7 +69,7 @@ def _supports(problem: Problem) -> str | None:
 
 @weight.register_compiled(
     "embedding",
-    weight=(*INTEGERS, *FLOATS),
+    weight=(*INTEGERS, *code_values.FLOATS),
     supports=_supports,
     checks_memory=True,
     note="saves memory; and time, only for many long rows in fp32",

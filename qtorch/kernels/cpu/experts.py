@@ -19,9 +19,7 @@ from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
 from ..registry import Problem, needs_rows
-from . import int8_linear, variants, weight, weight_only
-from .code_values import FLOATS
-from .compiled_library import TYPES, threads
+from . import code_values, compiled_library, int8_linear, variants, weight, weight_only
 from .int8_linear import cpu_int8_mm, numerics_of, of_rows, quantize_rows
 from .memory import address, empty
 from .structs import ExpertsCall, ExpertsIntCall, pack, struct_of
@@ -82,10 +80,10 @@ class CompiledExperts(CompiledWeight):
         # By position, in the order of the structs' fields.
         of_call = struct_of(self.call).pack(
             *(address(experts, torch.int64), rows, self._count, share, ctypes.addressof(self._variants), self._steps),
-            *(address(x), TYPES[x.dtype], x.stride(0), x.shape[0]),
-            *(address(y), TYPES[dtype], n, 0),
+            *(address(x), compiled_library.TYPES[x.dtype], x.stride(0), x.shape[0]),
+            *(address(y), compiled_library.TYPES[dtype], n, 0),
             *numerics,
-            threads(),
+            compiled_library.threads(),
         )
         return y, not self._call(self._weight + of_call)
 
@@ -258,14 +256,9 @@ def _supports(problem: Problem) -> str | None:
 
 
 @register_compiled(
-    "grouped_linear",
-    weight=(*INTEGERS, *FLOATS),
-    activation=(),
-    supports=_supports,
-    checks_memory=True,
-    advice=variants.advice,
-    name="cpu_experts_mm",
-)
+    "grouped_linear", weight=(*INTEGERS, *code_values.FLOATS), activation=(), supports=_supports, checks_memory=True,
+    advice=variants.advice, name="cpu_experts_mm",
+)  # fmt: skip
 def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     form = weight.form(quantized.scheme)
     y = cpu_experts_mm(x, experts, quantized.qdata, quantized.dense_scale(), quantized.dense_zero_point(), *form)
@@ -275,13 +268,9 @@ def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
 
 
 @register_compiled(
-    "grouped_linear",
-    activation=("int8",),
-    supports=_supports,
-    checks_memory=True,
-    advice=variants.advice,
+    "grouped_linear", activation=("int8",), supports=_supports, checks_memory=True, advice=variants.advice,
     name="cpu_experts_int8_mm",
-)
+)  # fmt: skip
 def _grouped_linear_int8(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     scheme = quantized.scheme
     packed = scheme.layout.packed_axis is not None

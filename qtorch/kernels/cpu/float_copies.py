@@ -14,12 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ...primitives.affine import ZeroPointDomain, dequantize_affine
-from ...primitives.granularity import block_of
+from ...primitives import ZeroPointDomain, dequantize_affine, granularity, qdtype
 from ...primitives.layouts.packed import unpack_codes
-from ...primitives.qdtype import qdtype
 from ..config import config
 from ..custom_ops import implement, note, portable
 from ..linear.weight_only import packed_weight_mm
@@ -124,11 +121,11 @@ def _on_copy(
     name: str, x: Tensor, codes: Tensor, read: Callable[[], Tensor], n: int, numerics: CodeNumerics
 ) -> Tensor | None:
     """The product, or None where no copy may be kept. `read` gives the codes (n, K)."""
-    block, tensors = block_of((n, x.shape[1]), numerics.scale.shape), numerics[:2]
+    block, tensors = granularity.block_of((n, x.shape[1]), numerics.scale.shape), numerics[:2]
     make = lambda: dequantize_affine(read(), block, *numerics, x.dtype)  # noqa: E731
     with torch.no_grad():
         copy = float_copy((codes, *tensors), x.dtype, make, n * x.shape[1] * x.element_size())
     if copy is None:
         return None
     note(f"{name}.float_copy")
-    return functional.linear(x, copy)
+    return torch.nn.functional.linear(x, copy)

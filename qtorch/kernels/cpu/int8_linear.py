@@ -10,20 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType
-from ...primitives.qdtype import qdtype
-from ...primitives.rounding import Rounding
-from ...primitives.scale_rules import MinMaxRule
-from ...primitives.spec import QuantSpec, Scheme
-from ...primitives.tracing import is_compiling
+from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, Scheme, is_compiling, qdtype
 from ..custom_ops import implement, note, opaque, portable, recording
 from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
 from ..registry import Problem, from_rows, needs_floats, to_rows
-from . import variants, weight
-from .code_values import QuantizedScales
+from . import code_values, variants, weight
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
 from .operands import MOST_TERMS, product_of_rows, readers
@@ -65,7 +59,7 @@ def cpu_int8_mm(
 def _multiply(
     x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
     codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str,
-    dtype: torch.dtype, bias: Tensor | None, scales: QuantizedScales | None = None,
+    dtype: torch.dtype, bias: Tensor | None, scales: code_values.QuantizedScales | None = None,
 ) -> Tensor:  # fmt: skip
     """`cpu_int8_mm`, also where `ws` are codes of `scales`."""
     m, k = x.shape
@@ -230,13 +224,8 @@ _is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @weight.register_compiled(
-    "linear",
-    activation=("int8",),
-    supports=supports,
-    checks_memory=True,
-    advice=variants.advice,
-    name="cpu_int8_mm",
-)
+    "linear", activation=("int8",), supports=supports, checks_memory=True, advice=variants.advice, name="cpu_int8_mm",
+)  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     if is_compiling() and _is_better_fused(scheme) and not is_at_most(x.numel(), 16 * x.shape[-1]):
@@ -250,7 +239,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         quantized.dense_scale() if is_dense else quantized.scale, quantized.zero_point,
         packed, scheme.weight.dtype.name, x.dtype, added,
     )  # fmt: skip
-    y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, QuantizedScales.of(quantized)))
+    y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, code_values.QuantizedScales.of(quantized)))
     if not is_compiling() and quantizer and not scheme.spec.static:
         Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

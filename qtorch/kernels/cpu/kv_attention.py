@@ -25,14 +25,9 @@ def _supports(problem: Problem) -> str | None:
 
 
 @register(
-    "kv_attention",
-    layout=("plain", "packed"),
-    weight=FORMATS,
-    activation=(),
-    device="cpu",
-    priority=30,
+    "kv_attention", layout=("plain", "packed"), weight=FORMATS, activation=(), device="cpu", priority=30,
     supports=_supports,
-)
+)  # fmt: skip
 def cpu_kv_attention(call: KVAttention) -> Tensor:
     """See `kv_attention`."""
     check_call(call)

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 # The allocator of compiled graphs: it takes half the time of one that goes through the dispatcher.
-_allocate: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
+_allocate: Callable[..., torch.Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)
 
 
-def address(tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:
+def address(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> int:
     """Where the elements of a tensor lie, 0 for None: whatever compiled code reads or writes comes from here.
 
     Raises:
@@ -29,7 +28,7 @@ def address(tensor: Tensor | None, dtype: torch.dtype | None = None) -> int:
     return pointer
 
 
-def _refusal(tensor: Tensor, dtype: torch.dtype | None) -> str:
+def _refusal(tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
     kind, shape = type(tensor).__name__, tuple(tensor.shape)
     if not tensor.is_cpu:
         what = f"is on {tensor.device}, and compiled kernels read the memory of the CPU; move it with .to('cpu')"
@@ -42,7 +41,7 @@ def _refusal(tensor: Tensor, dtype: torch.dtype | None) -> str:
     return f"a {kind} of shape {shape} in {tensor.dtype} {what}"
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous tensor."""
     if _allocate is None:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -52,13 +51,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return _allocate(shape, strides, dtype)
 
 
-def empty_at(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, int]:
+def empty_at(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
     """A contiguous tensor and its address."""
     made = empty(shape, dtype)
     return made, made.data_ptr()
 
 
-def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor with these strides."""
     if _allocate is None:
         return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...primitives.affine import MappingType, ZeroPointDomain
-from ...primitives.granularity import block_of
-from ...primitives.qdtype import QDType
-from ...primitives.rounding import Rounding
-from ...primitives.scale_rules import MinMaxRule
-from ...primitives.spec import QuantSpec
-from ...primitives.tracing import are_active, is_compiling
+from ...primitives import MappingType, MinMaxRule, QDType, QuantSpec, Rounding, ZeroPointDomain, granularity, tracing
 from ..custom_ops import TENSORS, implement, note, portable
 from ..ops.block_mm import int8_block_mm
 from ..ops.int8_grouped_mm import LARGE_SCALE, int8_rows_product
@@ -103,7 +97,7 @@ def numbers_of(spec: QuantSpec, dtype: torch.dtype) -> Numbers | None:
 def readers(*matrices: Tensor) -> Library | None:
     """The library, if these matrices have memory and nothing records what is done with them: no graph, gradient or
     transform."""
-    if is_compiling() or torch._C._get_tracing_state() is not None or are_active():
+    if tracing.is_compiling() or torch._C._get_tracing_state() is not None or tracing.are_active():
         return None
     for x in matrices:
         if type(x) not in TENSORS or x.dim() != 2 or not x.numel() or (x.requires_grad and torch.is_grad_enabled()):
@@ -160,12 +154,10 @@ def codes_of(
 
 
 @implement("dequantize_codes", "cpu")
-def cpu_dequantize_codes(
-    codes: Tensor, scale: Tensor | None, zero_point: Tensor | None, kind: QDType, *about: Any
-) -> Tensor:
+def cpu_dequantize_codes(codes: Tensor, scale: Tensor | None, zero: Tensor | None, kind: QDType, *about: Any) -> Tensor:
     """See `dequantize_codes`; the last of `about` is the dtype of the result."""
-    real = _reals(codes, scale, kind) if zero_point is None and about[-1] is torch.float32 else None
-    return portable(dequantize_codes)(codes, scale, zero_point, kind, *about) if real is None else real
+    real = _reals(codes, scale, kind) if zero is None and about[-1] is torch.float32 else None
+    return portable(dequantize_codes)(codes, scale, zero, kind, *about) if real is None else real
 
 
 def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:
@@ -178,7 +170,7 @@ def _reals(codes: Tensor, scale: Tensor | None, kind: QDType) -> Tensor | None:
             return None
         real = _reals(codes.t(), None if scale is None else scale.t(), kind)
         return None if real is None else real.t()
-    block = tuple(codes.shape) if scale is None else block_of(codes.shape, scale.shape)
+    block = tuple(codes.shape) if scale is None else granularity.block_of(codes.shape, scale.shape)
     if scale is not None and scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
         return None
     note(f"dequantize_matrix.{compiled.instruction_set}")

@@ -15,11 +15,9 @@ from pathlib import Path
 
 import torch
 
-from .. import custom_ops
-from ..config import generation
-from . import compiled_library, variants
+from .. import config, custom_ops
+from . import compiled_library, float_copies, variants
 from .build import OPERATORS, fingerprint, library_path
-from .float_copies import wanted
 
 _Listener = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _Strings = (ctypes.c_char_p,) * 4
@@ -110,7 +108,7 @@ def _refresh() -> None:
         name = found.instruction_set
         table = json.dumps({name: variants.table(name)})
         words = (str(found.path), name, table, variants.forced() or "")
-        state = (*(word.encode() for word in words), wanted())
+        state = (*(word.encode() for word in words), float_copies.wanted())
     if _told[-1:] == [state]:
         return
     _told[:] = [state]
@@ -125,5 +123,5 @@ def _listen(recording: bool) -> None:
 
 
 compiled_library.LISTENERS.append(_attach)
-generation.listeners.append(_refresh)
+config.generation.listeners.append(_refresh)
 custom_ops.RECORD_LISTENERS.append(_listen)

@@ -8,28 +8,21 @@ import functools
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from ...primitives.affine import ZeroPointDomain
-from ...primitives.granularity import PerRow
-from ...primitives.qdtype import qdtype
-from ...primitives.rounding import Rounding
-from ...primitives.slices import is_plain_on_cpu
-from ...primitives.spec import QuantSpec
+from ...primitives import PerRow, QuantSpec, Rounding, ZeroPointDomain, qdtype, slices
 from ..cache_form import CacheForm, Parts, cache_form
 from ..custom_ops import implement, note, opaque, portable
 from ..ops.quantize import Quantized, quantize_tokens, quantize_weight
 from ..registry import FLOATS
+from . import memory, structs
 from .compiled_library import TYPES, library, threads
 from .int8_linear import quantize_rows, row_quantizer, static_quantizer
 from .kv_attention import FORMATS
-from .memory import address
-from .structs import Tokens, struct_of
 
-_pack = struct_of(Tokens).pack
+_pack = structs.struct_of(structs.Tokens).pack
 
 
-def _empty_parts(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
+def _empty_parts(x: torch.Tensor, dtype: str, scale_dtype: torch.dtype) -> list[torch.Tensor]:
     stored = cache_form(dtype, dtype, 0, scale_dtype).stored(x.shape[3], False).values()
     return [x.new_empty(*x.shape[:3], row, dtype=kind) for row, kind, _ in stored]
 
@@ -46,7 +39,7 @@ def _bounds(form: CacheForm) -> tuple[float, float]:
 
 
 @opaque(_empty_parts)
-def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list[Tensor]:
+def cpu_quantize_tokens(x: torch.Tensor, dtype: str, scale_dtype: torch.dtype) -> list[torch.Tensor]:
     """See `quantize_tokens`; dtype is that of values in a `CacheForm`."""
     form, compiled = cache_form(dtype, dtype, 0, scale_dtype), library()
     if compiled is None or x.dtype not in FLOATS or not x.numel():
@@ -55,16 +48,16 @@ def cpu_quantize_tokens(x: Tensor, dtype: str, scale_dtype: torch.dtype) -> list
     note(f"cpu_quantize_tokens.{compiled.instruction_set}")
     x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
     parts = _empty_parts(x, dtype, scale_dtype)
-    pointers = [address(part) for part in parts]
+    pointers = [memory.address(part) for part in parts]
     compiled.quantize_tokens(_pack(
-        address(x), TYPES[x.dtype], *x.stride()[:3], *x.shape, FORMATS[form.values.dtype.name], pointers[0],
+        memory.address(x), TYPES[x.dtype], *x.stride()[:3], *x.shape, FORMATS[form.values.dtype.name], pointers[0],
         pointers[1], pointers[2] if len(pointers) > 2 else 0, TYPES[scale_dtype], *_bounds(form), threads(),
     ))  # fmt: skip
     return parts
 
 
 @implement("quantize_tokens", "cpu")
-def _quantize_tokens(x: Tensor, form: CacheForm) -> Parts:
+def _quantize_tokens(x: torch.Tensor, form: CacheForm) -> Parts:
     return tuple(cpu_quantize_tokens(x, form.value_dtype, form.scale_dtype))
 
 
@@ -86,13 +79,13 @@ def _of_rows(spec: QuantSpec) -> QuantSpec | None:
 
 
 @implement("quantize_weight", "cpu")
-def _quantize_weight(weight: Tensor, spec: QuantSpec) -> Quantized:
+def _quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> Quantized:
     rows, block, compiled = _of_rows(spec), spec.block_size(weight.shape), library()
     if (
         rows is None
         or compiled is None
         or weight.dtype not in FLOATS
-        or not is_plain_on_cpu(weight)
+        or not slices.is_plain_on_cpu(weight)
         or not weight.numel()
         or any(size != 1 for size in block[:-1])
     ):

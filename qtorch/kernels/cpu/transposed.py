@@ -11,16 +11,13 @@ from torch import Tensor
 
 from ...primitives import CodebookSpec, qdtype
 from ..custom_ops import note, opaque
+from ..linear import scaled
 from ..linear.lut_weight_only import lut_weight_mm
-from ..linear.scaled import INTEGERS
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, needs_matrix, to_rows
-from . import weight
-from .code_values import FLOATS
-from .compiled_library import missing
+from . import code_values, compiled_library, weight
 from .memory import empty
-from .weight import CompiledWeight, register_compiled
 from .weight_only import SLICE_BYTES, Dequantized
 
 
@@ -42,7 +39,7 @@ def cpu_transposed_mm(
     rows = codes.t()
     factors = scale.t().contiguous(), None if zero_point is None else zero_point.t().contiguous()
     about = (n, k, dtype, packed, domain, (low + high + 1) / 2)
-    made = CompiledWeight(rows, factors[0], factors[1] if table is None else table, *about)
+    made = weight.CompiledWeight(rows, factors[0], factors[1] if table is None else table, *about)
     if made.compiled is None or made.fields is None:
         note("cpu_transposed_mm.torch")
         if table is not None:
@@ -68,28 +65,17 @@ def _supports(problem: Problem) -> str | None:
         return "takes the transpose of a weight with scales per row or group of a row"
     if isinstance(of_weight, CodebookSpec) and of_weight.table is None and groups > 1:
         return f"takes one table, or one for each row of the weight, it has {of_weight.granularity}"
-    return missing()
+    return compiled_library.missing()
 
 
-@register_compiled(
-    "linear",
-    weight=(*INTEGERS, *FLOATS),
-    activation=(),
-    supports=_supports,
-    checks_memory=True,
-    note="gradients of the input",
-    name="cpu_transposed_mm",
-)
-@register_compiled(
-    "linear",
-    spec=CodebookSpec,
-    weight=None,
-    activation=(),
-    supports=_supports,
-    checks_memory=True,
-    note="gradients of the input",
-    name="cpu_transposed_lut_mm",
-)
+@weight.register_compiled(
+    "linear", weight=(*scaled.INTEGERS, *code_values.FLOATS), activation=(), supports=_supports, checks_memory=True,
+    note="gradients of the input", name="cpu_transposed_mm",
+)  # fmt: skip
+@weight.register_compiled(
+    "linear", spec=CodebookSpec, weight=None, activation=(), supports=_supports, checks_memory=True,
+    note="gradients of the input", name="cpu_transposed_lut_mm",
+)  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     has_table = isinstance(scheme.weight, CodebookSpec)

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...primitives.layouts.packed import pack_codes
 from ...primitives.qdtype import qdtype
-from . import cache, variants
-from .compiled_library import Library, library
+from . import cache, compiled_library, variants
 from .int8_linear import Int8Linear, multiply_in_torch, numerics_of
 from .variants import Steps, Table
 from .weight_only import CompiledLinear, Dequantized, WeightOnlyLinear, multiply_dequantized
@@ -30,7 +28,7 @@ ROUNDS, SECONDS = 15, 0.03  # at least so many, and for so long: the calls of fe
 HOPELESS = 2.0  # a variant that takes so many times the least time in the first round is not measured again
 
 
-def measure_variants(compiled: Library) -> Table:
+def measure_variants(compiled: compiled_library.Library) -> Table:
     """The fastest variant for each kind of weight and number of rows, on this machine with torch's threads."""
     there = ["dot", "tile", "fixed", *(["amx"] if compiled.instruction_set == "amx" else [])]
     table: Table = {}
@@ -95,7 +93,7 @@ class _Weights:
         found: dict[str, Callable[[], object]] = {variant: functools.partial(multiply, variant) for variant in names}
         if floats is not None:
             copies = itertools.cycle(floats)
-            found["copy"] = lambda: functional.linear(x, next(copies))
+            found["copy"] = lambda: torch.nn.functional.linear(x, next(copies))
         return found
 
 
@@ -151,7 +149,7 @@ def tune_cpu(path: str | Path | None = None) -> Table:
         RuntimeError: no compiled kernels are in use; or the cache cannot be written to, and there is no `path`.
         ValueError: `path` is a file of something else.
     """
-    compiled = library()
+    compiled = compiled_library.library()
     if compiled is None:
         raise RuntimeError("tune_cpu measures the compiled kernels, which are missing")
     found = Path(path) if path is not None else variants.path_of_user()

@@ -27,9 +27,7 @@ import torch
 from ...primitives.files import read_json
 from .. import features
 from ..config import generation
-from . import build, cache
-from .build import instruction_sets
-from .compiled_library import library, runs_here
+from . import build, cache, compiled_library
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -62,7 +60,7 @@ _forced: list[str] = []
 def processor_kind() -> str:
     """Vendor and family, and the best instruction set, which tells apart what a vendor sells under one family number:
     ``"AuthenticAMD family 26 with avx512_vnni"``."""
-    best = next((name for name in reversed(instruction_sets()) if runs_here(name)), "portable")
+    best = next((name for name in reversed(build.instruction_sets()) if compiled_library.runs_here(name)), "portable")
     return f"{_vendor_and_family()} with {best}"
 
 
@@ -189,7 +187,7 @@ def _tables(instruction_set: str) -> list[tuple[str, Table]]:
 
 def advice() -> str | None:
     """What to do where the choices in use were measured on another kind of processor."""
-    compiled = library()
+    compiled = compiled_library.library()
     measured_on = _tables(compiled.instruction_set)[0][0] if compiled else processor_kind()
     if measured_on == processor_kind():
         return None
@@ -200,12 +198,10 @@ def advice() -> str | None:
 
 
 @functools.cache
-def key_of(
-    activation: str | torch.dtype, packed: bool, grouped: bool, elements: int, short_groups: bool = False
-) -> str:
+def key_of(activation: str | torch.dtype, packed: bool, grouped: bool, numel: int, short_groups: bool = False) -> str:
     """Key of the table: dtype of the activation (int8, or that of a weight-only layer), form and size of the weight.
     With short groups an int8 activation may be multiplied by "channels" (`weight.has_short_groups`)."""
-    name, size = str(activation).removeprefix("torch."), "small" if elements <= SMALL else "large"
+    name, size = str(activation).removeprefix("torch."), "small" if numel <= SMALL else "large"
     groups = "short groups" if short_groups and name == "int8" else "groups" if grouped else "rows"
     return f"{name} {'packed' if packed else 'plain'} {groups} {size}"
 

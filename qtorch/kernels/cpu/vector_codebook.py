@@ -9,18 +9,15 @@ from ..custom_ops import opaque
 from ..linear.vector_codebook import LAYOUT, rotation_of, vector_codebook_mm
 from ..linear.vector_codebook import supports as has_rows
 from ..registry import Problem, from_rows, needs_floats, to_rows
-from . import weight
-from .code_values import VECTORS
-from .weight import register_compiled
-from .weight_only import WeightOnlyLinear, multiply
+from . import code_values, weight, weight_only
 
 
 @opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))
 def cpu_vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int, bias: Tensor | None) -> Tensor:
     """`vector_codebook_mm` plus bias (N), in the dtype of x, or None."""
-    about = (len(codes), x.shape[1], "int2", True, VECTORS, float(rotation))
+    about = (len(codes), x.shape[1], "int2", True, code_values.VECTORS, float(rotation))
     in_torch = lambda: vector_codebook_mm(x, codes, scale, rotation)  # noqa: E731
-    return multiply("cpu_vector_codebook_mm", x, (codes, scale, None), about, bias, in_torch)
+    return weight_only.multiply("cpu_vector_codebook_mm", x, (codes, scale, None), about, bias, in_torch)
 
 
 def _supports(problem: Problem) -> str | None:
@@ -30,19 +27,13 @@ def _supports(problem: Problem) -> str | None:
     return f"takes rows of a multiple of 8 columns, the weight has {columns}" if columns % 8 else None
 
 
-@register_compiled(
-    "linear",
-    layout=LAYOUT,
-    weight=None,
-    activation=(),
-    supports=_supports,
-    checks_memory=True,
-    rotated=True,
+@weight.register_compiled(
+    "linear", layout=LAYOUT, weight=None, activation=(), supports=_supports, checks_memory=True, rotated=True,
     name="cpu_vector_codebook_mm",
-)
+)  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = weight.split_bias(bias, x, quantized.scheme.shape[0])
     y = cpu_vector_codebook_mm(to_rows(x), quantized.qdata, quantized.scale, rotation_of(quantized), added)
     if not is_compiling():
-        WeightOnlyLinear.prepare(quantized)
+        weight_only.WeightOnlyLinear.prepare(quantized)
     return from_rows(y, x, bias)

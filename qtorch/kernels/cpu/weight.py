@@ -9,12 +9,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ...primitives import CodebookSpec
-from ...primitives.affine import ZeroPointDomain
+from ...primitives import CodebookSpec, Scheme, ZeroPointDomain, qdtype
 from ...primitives.layouts.base import is_backed
 from ...primitives.layouts.packed import packed_length
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import Scheme
 from ..config import generation
 from ..linear.scaled import INTEGERS
 from ..ops.weight_only_mm import code_arguments

@@ -18,25 +18,18 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from ...primitives.codebooks import CodebookSpec
-from ...primitives.qdtype import qdtype
-from ...primitives.spec import Scheme
-from ...primitives.tracing import is_compiling
+from ...primitives import CodebookSpec, Scheme, is_compiling, qdtype
 from ..config import generation
 from ..custom_ops import implement, note, opaque, portable, recording
-from ..linear.lut_weight_only import lut_weight_mm
-from ..linear.scaled import INTEGERS
-from ..linear.vector_codebook import rotated_input
+from ..linear import lut_weight_only, scaled, vector_codebook
 from ..linear.weight_only import packed_weight_mm
 from ..ops.quantize import error_norms
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, choose, from_rows, needs_floats, to_rows
-from . import variants, weight
+from . import float_copies, variants, weight
 from .code_values import FLOATS, TABLE, QuantizedScales, tensors_of_scales
 from .compiled_library import TYPES, Library, threads
-from .float_copies import float_copy, wanted
 from .memory import address, empty, empty_at
 from .structs import NO_INPUT, Call, Input, Output, Weight, pack, struct_of
 from .variants import VARIANTS
@@ -155,11 +148,11 @@ class WeightOnlyLinear(CompiledLinear):
     def find_variant(self, rows: int) -> str:
         """Also "copy": F.linear on a dequantized copy, if copies are allowed."""
         suffix = " copied" if self._key.partition(" ")[0] not in ("values", "units", "vectors") else ""
-        return "copy" if wanted() and self.choose(rows, suffix) == "float" else self.choose(rows)
+        return "copy" if float_copies.wanted() and self.choose(rows, suffix) == "float" else self.choose(rows)
 
     def rotated(self, x: Tensor) -> Tensor:
         """x as it meets the weight in floating point: rotated if that is."""
-        return rotated_input(x, self.fields.rotation if self.fields else 0)
+        return vector_codebook.rotated_input(x, self.fields.rotation if self.fields else 0)
 
     def finite(self, y: Tensor, x: Tensor, in_torch: Callable[[], Tensor], bias: Tensor | None) -> Tensor:
         """y with rows of `in_torch`, which rotates large ones as smaller ones, where a rotation made them infinite."""
@@ -220,10 +213,10 @@ def multiply(
     compiled, variant = layer.compiled, layer.variant(m)
     if compiled is not None and variant == "copy":
         made = Dequantized(compiled, layer.fields, n, k, x.dtype)
-        copy = float_copy((*tensors, *layer._of_scales), x.dtype, made.rows, n * k * x.element_size())
+        copy = float_copies.float_copy((*tensors, *layer._of_scales), x.dtype, made.rows, n * k * x.element_size())
         if copy is not None:
             note(f"{name}.float_copy")
-            return layer.finite(_add(functional.linear(layer.rotated(x), copy), bias), x, in_torch, bias)
+            return layer.finite(_add(nn.functional.linear(layer.rotated(x), copy), bias), x, in_torch, bias)
         variant = layer.choose(m)
     if compiled is None or variant == "torch":
         note(f"{name}.torch")
@@ -301,7 +294,7 @@ def multiply_dequantized(x: Tensor, made: Dequantized, bias: Tensor | None) -> T
     n, k = made.n, made.k
     step = slice_length(x, k, limit=SLICE_BYTES)
     if n <= step:
-        return _add(functional.linear(x, made.rows()), bias)
+        return _add(nn.functional.linear(x, made.rows()), bias)
     memory = x.new_empty(step, k)
     return _add(multiply_slices(x, n, step, lambda start, stop: made.rows(start, stop, memory[: stop - start])), bias)
 
@@ -313,7 +306,7 @@ def supports(problem: Problem) -> str | None:
 
 @register_compiled(
     "linear",
-    weight=(*INTEGERS, *FLOATS),
+    weight=(*scaled.INTEGERS, *FLOATS),
     activation=(),
     supports=supports,
     checks_memory=True,
@@ -353,7 +346,7 @@ def cpu_lut_mm(
         bias: (N) in the dtype of x, or None.
     """
     about = (n, x.shape[1], f"uint{bits}", packed, TABLE, 0.0)
-    in_torch = lambda: lut_weight_mm(x, codes, scale, table, bits if packed else 8, 1, n)  # noqa: E731
+    in_torch = lambda: lut_weight_only.lut_weight_mm(x, codes, scale, table, bits if packed else 8, 1, n)  # noqa: E731
     return multiply("cpu_lut_mm", x, (codes, scale, table), about, bias, in_torch)
 
 
@@ -366,13 +359,8 @@ def _supports_table(problem: Problem) -> str | None:
 
 
 @register_compiled(
-    "linear",
-    spec=CodebookSpec,
-    weight=None,
-    activation=(),
-    supports=_supports_table,
-    name="cpu_lut_mm",
-)
+    "linear", spec=CodebookSpec, weight=None, activation=(), supports=_supports_table, name="cpu_lut_mm",
+)  # fmt: skip
 def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits
@@ -406,7 +394,7 @@ def cpu_double_quantized_mm(
         dense, zeros = scales.numbers(scale, zero_point)
         if table is None:
             return _in_torch(x, codes, n, dense, zeros, packed, dtype, low, high, domain)
-        return lut_weight_mm(x, codes, dense, table, qdtype(dtype).bits if packed else 8, 1, n)
+        return lut_weight_only.lut_weight_mm(x, codes, dense, table, qdtype(dtype).bits if packed else 8, 1, n)
 
     third = zero_point if table is None else table
     return multiply("cpu_double_quantized_mm", x, (codes, scale, third), about, bias, in_torch, scales)

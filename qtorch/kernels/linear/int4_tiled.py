@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...primitives import ZeroPointDomain, qdtype
 from ...primitives.layouts.tensor_core_tiled import cpu_packing, unpack_cpu, unpack_cuda
@@ -42,7 +41,7 @@ def tinygemm_cuda(x: Tensor, qdata: Tensor, scale_and_zero: Tensor, n: int, grou
         return portable(int4_tiled_mm)(x, qdata, scale_and_zero, n, group)
     note("int4_tiled_mm.int4pack")
     columns = qdata.shape[1] * qdata.shape[3] * 32
-    x = pad(x, (0, columns - x.shape[1])).contiguous()
+    x = torch.nn.functional.pad(x, (0, columns - x.shape[1])).contiguous()
     return torch.ops.aten._weight_int4pack_mm(x, qdata, group, scale_and_zero.to(x.dtype))[:, :n].contiguous()
 
 
@@ -75,14 +74,9 @@ NOTE = "bf16 inputs: scales and zero points are rounded to bf16"
 
 
 @register(
-    "linear",
-    layout="tensor_core_tiled",
-    activation=(),
-    priority=10,
-    supports=_supports,
-    note=NOTE,
+    "linear", layout="tensor_core_tiled", activation=(), priority=10, supports=_supports, note=NOTE,
     name="int4_tiled_mm",
-)
+)  # fmt: skip
 def int4_tiled_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with a weight in the tiled layout."""
     n, k = weight.scheme.shape

@@ -11,10 +11,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from ...primitives import Granularity, ZeroPointDomain, qdtype
-from ...primitives.tracing import is_compiling
+from ...primitives import Granularity, ZeroPointDomain, is_compiling, qdtype
 from ..custom_ops import opaque
 from . import int8_grouped_mm, int_matmul
 from .weight_only_mm import dequantize_codes, weight_only_mm
@@ -64,7 +62,7 @@ def pad_to_blocks(x: Tensor, granularity: Granularity, columns: int = 1) -> Tens
         return x
     missing = (-x.shape[0] % rows, -x.shape[1] % inner)
     # A compiled graph accepts any number of rows, so it must not depend on `missing`.
-    return pad(x, (0, missing[1], 0, missing[0])) if is_compiling() or any(missing) else x
+    return torch.nn.functional.pad(x, (0, missing[1], 0, missing[0])) if is_compiling() or any(missing) else x
 
 
 @opaque(lambda a, b, a_scale, b_scale, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype))

@@ -12,8 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ...primitives import QuantSpec
-from ...primitives.tracing import is_compiling
+from ...primitives import QuantSpec, is_compiling
 from .. import custom_ops, registry
 from . import quantize
 from .int_matmul import int32_terms, int_matmul, int_sums

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...primitives import LinearSpec, Scheme
 from ...primitives.layouts import smallest_layout
@@ -218,13 +217,13 @@ def attend(
         if mask is not None and mask.is_floating_point():
             mask = mask.to(query.dtype)
         if group == 1 or causal or rows > FOLDED_ROWS:
-            return F.scaled_dot_product_attention(
+            return torch.nn.functional.scaled_dot_product_attention(
                 query, keys, values, mask, is_causal=causal, scale=scaling, enable_gqa=group > 1
             )
         folded = query.reshape(batch, heads, group * rows, width)
         if mask is not None:
             mask = mask.expand(-1, all_heads, rows, -1).reshape(-1, heads, group * rows, tokens)
-        out = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scaling)
+        out = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, mask, scale=scaling)
         return out.reshape(batch, all_heads, rows, -1)
     scores = query.reshape(batch, heads, group * rows, width) @ keys.mT * scaling
     scores = scores.float().reshape(batch, all_heads, rows, tokens)

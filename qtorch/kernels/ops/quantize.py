@@ -10,10 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
-from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, affine, qdtype, slices
+from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, affine, qdtype, rotated_spec, slices, sqnr
 from ...primitives.layouts import can_pack_bits, pack_codes
-from ...primitives.rotated_spec import rotate_blocks, sylvester
-from ...primitives.sqnr import combined_norms, norms
 from ..cache_form import CacheForm, Parts
 from ..custom_ops import by_device, opaque
 from ..registry import QuantizedWeight
@@ -171,12 +169,12 @@ def rotate_heads(x: Tensor) -> Tensor:
     Source: QuaRot, arXiv 2404.00456, section 4.
     """
     width = x.shape[-1]
-    return rotate_blocks(x, _hadamard(width & -width or 1, x.device)).to(x.dtype)
+    return rotated_spec.rotate_blocks(x, _hadamard(width & -width or 1, x.device)).to(x.dtype)
 
 
 @functools.cache
 def _hadamard(size: int, device: torch.device) -> Tensor:
-    return sylvester(size, device, torch.float32)
+    return rotated_spec.sylvester(size, device, torch.float32)
 
 
 @by_device
@@ -208,5 +206,5 @@ def error_norms(weight: Tensor, quantized: QuantizedWeight) -> Tensor:
     for start in range(0, weight.shape[0], step):
         of_slice = other if shared else rows(other, start)
         part = spec.dequantize(codes[start : start + step], rows(scale, start), of_slice, dtype)  # type: ignore[arg-type]
-        found.append(norms(weight[start : start + step], part))
-    return combined_norms(torch.stack(found))
+        found.append(sqnr.norms(weight[start : start + step], part))
+    return sqnr.combined_norms(torch.stack(found))

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..affine import ZeroPointDomain
 from ..spec import QuantSpec, Scheme
@@ -55,7 +54,7 @@ class PortableLayout(Layout):
             forms |= {name: (Form(rows, forms[name][0].dtypes),) for name in ("scale", "zero_point") if name in forms}
         return forms
 
-    def pack(self, plain: Plain, scheme: Scheme) -> dict[str, Tensor]:
+    def pack(self, plain: Plain, scheme: Scheme) -> dict[str, torch.Tensor]:
         codes, scale, zero_point = plain
         if self.shape is not None:
             n, channels, *kernel = self.shape
@@ -71,7 +70,7 @@ class PortableLayout(Layout):
             tensors |= {name: t.reshape(-1) for name, t in tensors.items() if name != "qdata" and t is not None}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
-    def unpack(self, tensors: Mapping[str, Tensor | None], scheme: Scheme) -> Plain:
+    def unpack(self, tensors: Mapping[str, torch.Tensor | None], scheme: Scheme) -> Plain:
         codes, scale, zero_point = (tensors[name] for name in self.tensors)
         assert codes is not None
         assert scale is not None

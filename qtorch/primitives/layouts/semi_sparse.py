@@ -39,9 +39,7 @@ class SemiSparseLayout(LayoutAlongAxis):
         if weight.dtype.name not in ("int8", "float8_e4m3fn"):
             raise ValueError(f"SemiSparseLayout packs int8 and float8_e4m3fn codes, the weight has {weight.dtype}")
         if weight.has_zero_point:
-            raise ValueError(
-                f"SemiSparseLayout takes weights without zero point, whose zeros have the code zero, got {weight}"
-            )
+            raise ValueError(f"SemiSparseLayout takes no zero point, as zeros have the code zero, got {weight}")
 
     def packing(self, device: torch.device) -> Hashable:
         return "cusparselt" if device.type == "cuda" and self.axis == -1 else None

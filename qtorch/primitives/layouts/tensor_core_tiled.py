@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..affine import ZeroPointDomain
 from ..spec import QuantSpec, Scheme
@@ -131,7 +130,7 @@ class CpuPacking(NamedTuple):
 @functools.cache
 def cpu_packing() -> CpuPacking:
     """The packing of this processor, found by packing an example."""
-    with _disable_current_modes(), torch.inference_mode():
+    with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
         codes = torch.arange(64 * 32, dtype=torch.int32, device="cpu").mul_(2654435761 % 2**31)
         codes = codes.bitwise_right_shift_(20).bitwise_and_(15).reshape(64, 32)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..spec import QuantSpec, Scheme
 from ..vector_spec import VECTOR, VectorSpec, pack_vectors, unpack_vectors
@@ -35,8 +34,8 @@ class VectorCodebookLayout(LayoutAlongAxis):
         shape[self.axis] //= VECTOR
         return (Form(tuple(shape), {torch.uint8}),)
 
-    def pack_qdata(self, codes: Tensor, scheme: Scheme) -> Tensor:
+    def pack_qdata(self, codes: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         return pack_vectors(codes, self.axis).contiguous()
 
-    def unpack_qdata(self, qdata: Tensor, scheme: Scheme) -> Tensor:
+    def unpack_qdata(self, qdata: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         return unpack_vectors(qdata, self.axis)

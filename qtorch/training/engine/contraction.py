@@ -17,14 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from ...dtypes import AffineQuantizedTensor, QuantizedTensor
-from ...dtypes.linear import multiply as multiply_served
-from ...dtypes.linear import requires_grad
-from ...kernels.ops import block_mm
-from ...kernels.ops.int8_grouped_mm import int8_rows_product
+from ...dtypes import AffineQuantizedTensor, QuantizedTensor, linear
+from ...kernels.ops import block_mm, int8_grouped_mm
 from ...primitives import QuantSpec, Rounding, affine, double_quant, granularity, tracing
 from ...primitives.rotated_spec import rotate_blocks, sylvester
 from .gemm_spec import GemmSpec, TrainingSpec
@@ -56,10 +52,10 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionStat
     """
     if tracing.transforms_active():
         return tracing.run_whole(contraction, x, w, spec, state)
-    if torch.is_grad_enabled() and (x.requires_grad or requires_grad(w)):
+    if torch.is_grad_enabled() and (x.requires_grad or linear.requires_grad(w)):
         return _Contraction.apply(x, w, spec, state)
     if isinstance(w, AffineQuantizedTensor):  # stored as codes: multiplied as in inference
-        return multiply_served(x, w.convert())  # type: ignore[attr-defined]
+        return linear.multiply(x, w.convert())  # type: ignore[attr-defined]
     return product(x, _values(w), "output", spec.output, state, x.dtype)
 
 
@@ -68,7 +64,7 @@ def product(
 ) -> Tensor:
     """One matmul of operands (A, C) and (B, C) in floating point, quantized for it alone: (A, B)."""
     if gemm.is_int8_by_rows and state is STATELESS and isinstance(rhs, Tensor):
-        return int8_rows_product(lhs, gemm.lhs, rhs, gemm.rhs, gemm.output_dtype or dtype)  # type: ignore[arg-type]
+        return int8_grouped_mm.int8_rows_product(lhs, gemm.lhs, rhs, gemm.rhs, gemm.output_dtype or dtype)  # type: ignore[arg-type]
     return multiply(*operands_of(lhs, rhs, name, gemm, state), gemm, dtype, state.total_of(name))
 
 
@@ -83,7 +79,7 @@ class _Contraction(torch.autograd.Function):
         saved_x, saved_w = Operand(x, x.shape[0]), Operand(w, about.shape[0])
         whole = tracing.is_compiling()
         if isinstance(w, AffineQuantizedTensor):
-            y = multiply_served(x, w.convert())  # type: ignore[attr-defined]
+            y = linear.multiply(x, w.convert())  # type: ignore[attr-defined]
             if spec.grad_weight.reuse_forward:
                 saved_x = quantize_operand(x, spec.output.lhs, tokens=True).in_blocks()
             if not whole:
@@ -112,7 +108,7 @@ class _Contraction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grad_outputs
@@ -137,7 +133,7 @@ def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, dtype: torc
     if not gemm.reuse_forward and other.spec is None:
         return product(g, _floats(other.values).t(), name, gemm, state, dtype)
     if isinstance(other.values, AffineQuantizedTensor):
-        return multiply_served(g, other.values.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
+        return linear.multiply(g, other.values.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
     if not ctx.active:
         observed(g, f"{name}.lhs", gemm.lhs, state)
         return torch.mm(g.to(dtype), _floats(other.values).to(dtype))

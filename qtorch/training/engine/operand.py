@@ -11,13 +11,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ...kernels.ops import block_mm, int8_grouped_mm, quantize
 from ...kernels.ops.weight_only_mm import weight_only_mm
 from ...kernels.registry import scale_per_row
-from ...primitives import QuantSpec, granularity
-from ...primitives.tracing import is_compiling
+from ...primitives import QuantSpec, granularity, is_compiling
 from .gemm_spec import GemmSpec
 
 
@@ -159,7 +157,7 @@ def as_long_as(x: Tensor, other: Operand) -> Tensor:
     if other.spec is None or max(other.spec.granularity.pattern(2)) <= 1:
         return x
     missing = other.values.shape[1] - x.shape[1]
-    return pad(x, (0, missing)) if is_compiling() or missing else x
+    return torch.nn.functional.pad(x, (0, missing)) if is_compiling() or missing else x
 
 
 def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype, total: Total | None = None) -> Tensor:

@@ -21,13 +21,9 @@ from .gemm_spec import GemmSpec, TrainingSpec
 from .operand import ContractionState, StaticRange, Total
 
 AXES = {
-    "output.lhs": "mk",
-    "output.rhs": "nk",
-    "grad_input.lhs": "mn",
-    "grad_input.rhs": "kn",
-    "grad_weight.lhs": "nm",
+    "output.lhs": "mk", "output.rhs": "nk", "grad_input.lhs": "mn", "grad_input.rhs": "kn", "grad_weight.lhs": "nm",
     "grad_weight.rhs": "km",
-}
+}  # fmt: skip
 """The axes of each operand, (kept, contracted), in the letters of `spec`."""
 
 

@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...dtypes.dispatch import autocasts, without_autocast
 from ...primitives.tracing import outside_graphs, plain_name
@@ -54,8 +51,8 @@ class ModuleStack:
     def start(self) -> None:
         self.outside.clear()
         self.handles = [
-            register_module_forward_pre_hook(self.enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            nn.modules.module.register_module_forward_pre_hook(self.enter),
+            nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
 
     def stop(self) -> None:
@@ -99,7 +96,7 @@ class ModuleStack:
             self.ended()
 
 
-class InjectionMode(TorchFunctionMode):
+class InjectionMode(torch.overrides.TorchFunctionMode):
     """See the top of the file."""
 
     def __init__(self, injection: Any) -> None:
@@ -150,13 +147,13 @@ class Constant(NamedTuple):
     roots: frozenset[str]
 
 
-class Constants(TorchFunctionMode):
+class Constants(torch.overrides.TorchFunctionMode):
     """See the top of this part. `needed` are the parameters that something but a stored operand depends on; `stored`
     counts the elements of the stored operands that are made of each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.known: torch.utils.weak.WeakIdKeyDictionary = torch.utils.weak.WeakIdKeyDictionary()
         self.needed: set[str] = set()
         self.stored: Counter[str] = Counter()
         self.paused = False

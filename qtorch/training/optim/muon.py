@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.ops.adam import key_of, rounded_up_at_random
-from ...kernels.ops.int8_grouped_mm import int8_rows_product
-from ...primitives import PerRow, QuantSpec, qdtype
-from ...primitives.tracing import is_sharded
+from ...kernels.ops import adam, int8_grouped_mm
+from ...primitives import PerRow, QuantSpec, qdtype, tracing
 from .adam import LowBitAdam, Params, Writable, add_moments, count_step
 from .moment_form import first_element, like, local_of
 
@@ -74,9 +72,7 @@ class Muon8bit(LowBitAdam):
             self.param_groups.pop()
             name = type(self).__name__
             if wrong:
-                raise ValueError(
-                    f'{name} takes matrices, others in a group with "use_muon": False, got shape {wrong[0]}'
-                )
+                raise ValueError(f'{name} takes matrices, others in a group of "use_muon": False, got shape {wrong[0]}')
             raise ValueError(
                 f"{name}: momentum is at least 0 and less than 1, adjust_lr_fn None, "
                 f"{', '.join(map(repr, ADJUSTMENTS))}, got {group['momentum']} and {group['adjust_lr_fn']!r}"
@@ -98,7 +94,7 @@ class Muon8bit(LowBitAdam):
             held.copy_(buffer)
             update = update.lerp(buffer, momentum) if group["nesterov"] else buffer
         update = update.bfloat16()
-        if is_sharded(parameter):
+        if tracing.is_sharded(parameter):
             from torch.distributed.tensor import distribute_tensor
 
             place: Any = parameter
@@ -110,7 +106,7 @@ class Muon8bit(LowBitAdam):
         with Writable(local_of(parameter)) as weight:
             new = (weight.float() * (1 - lr * group["weight_decay"])).add_(update, alpha=-step_size)
             if group["bf16_stochastic_round"] and weight.dtype == torch.bfloat16:
-                new = rounded_up_at_random(new, key_of(number, index), first_element(parameter))
+                new = adam.rounded_up_at_random(new, adam.key_of(number, index), first_element(parameter))
             weight.copy_(new)
         if not parameter.is_inference():
             torch.autograd.graph.increment_version(parameter)
@@ -148,7 +144,7 @@ def orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
 
 def int8_product(x: Tensor, w: Tensor) -> Tensor:
     """x w^T, (M, N) in the dtype of x (M, K), of rows in int8."""
-    return int8_rows_product(x, INT8, w, INT8, x.dtype)
+    return int8_grouped_mm.int8_rows_product(x, INT8, w, INT8, x.dtype)
 
 
 def diagonal_and_rest(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ...dtypes.blocked_tensor import BlockedScheme, BlockedTensor
 from ...kernels.ops.adam import AdamStep, adam_step
-from ...primitives import LinearSpec, MappingType, PerRow, QuantSpec, ZeroPointDomain, qdtype
+from ...primitives import LinearSpec, MappingType, PerRow, QuantSpec, ZeroPointDomain, qdtype, tracing
 from ...primitives.layouts import smallest_layout
-from ...primitives.tracing import is_sharded
 from .adam import LowBitAdam, Params, Writable, add_moments, count_step
 from .moment_form import as_moment, flat_blocks, form_of, like, local_of
 
@@ -36,13 +35,9 @@ from .moment_form import as_moment, flat_blocks, form_of, like, local_of
 BLOCK = 256
 
 SPEC = QuantSpec(
-    qdtype("uint4"),
-    PerRow(),
-    mapping=MappingType.ASYMMETRIC,
-    zero_point_domain=ZeroPointDomain.OFFSET,
-    scale_dtype=torch.float32,
-    preserve_zero=False,
-)
+    qdtype("uint4"), PerRow(), mapping=MappingType.ASYMMETRIC, zero_point_domain=ZeroPointDomain.OFFSET,
+    scale_dtype=torch.float32, preserve_zero=False,
+)  # fmt: skip
 
 
 def top_directions(gram: Tensor, rank: int) -> Tensor:
@@ -136,7 +131,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
         assert parameter.grad is not None
         state = self.state[parameter]
         number = count_step(state)
-        wide = parameter.shape[0] < parameter.shape[1] and not is_sharded(parameter)
+        wide = parameter.shape[0] < parameter.shape[1] and not tracing.is_sharded(parameter)
         grad = local_of(parameter.grad).float()
         grad = grad.T if wide else grad
         basis = self._directions(parameter, grad, state, group, number)
@@ -165,7 +160,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
         if old is not None and number < int(state["next_update"]):
             return old
         products = grad.T @ grad  # of shards along the first axis these add up
-        if is_sharded(parameter):
+        if tracing.is_sharded(parameter):
             torch.distributed.all_reduce(products, group=parameter.device_mesh.get_group())  # type: ignore[attr-defined]
         state["projector"] = stored(top_directions(products, group["rank"]))
         new = orthonormal(state["projector"])

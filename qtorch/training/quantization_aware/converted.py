@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from ...dtypes.conv import with_bias
 from ...kernels import conv, registry
@@ -107,7 +105,7 @@ class _Converted(torch.autograd.Function):
         return layer.value(x_hat, w_hat, bias, x, w)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x_hat, w_hat = ctx.saved_tensors
@@ -124,7 +122,7 @@ class _LinearLayer:
         if x is not None and w is not None:
             return registry.from_rows(multiply(x, w, GemmSpec(), x_hat.dtype, total), x_hat, bias)
         # Under autocast, the activation has the dtype to compute in, and the weight its own.
-        return _whole(functional.linear(x_hat, w_hat.to(x_hat.dtype), bias), total)
+        return _whole(torch.nn.functional.linear(x_hat, w_hat.to(x_hat.dtype), bias), total)
 
     def gradients(self, grad: Tensor, x_hat: Tensor, w_hat: Tensor, bias: Any, needed: list[bool]) -> Gradients:
         of_x = of_w = None

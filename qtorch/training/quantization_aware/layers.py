@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...calibration.data import Data, run_batches
 from ...dtypes import ConvWeight, QuantizedTensor, dispatch, linear, quantized_type
@@ -268,7 +267,7 @@ class FakeQuantizedEmbedding(FakeQuantizedLayer, nn.Embedding):
         values = self.weight_values(self.weight)
         if self.training:
             self.advance()
-        return functional.embedding(input, values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        return nn.functional.embedding(input, values, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
 class FakeQuantizedConv(TrainedConv, FakeQuantizedLayer):
@@ -279,7 +278,7 @@ class FakeQuantizedConv(TrainedConv, FakeQuantizedLayer):
         padding: Any = self.padding
         if self.padding_mode != "zeros":
             ends: Any = self._reversed_padding_repeated_twice
-            input, padding = functional.pad(input, ends, mode=self.padding_mode), 0
+            input, padding = nn.functional.pad(input, ends, mode=self.padding_mode), 0
         ndim = weight.dim() - 2
 
         def run(input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:

@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...kernels.conv import Window, to_matrix
 from ...kernels.ops.block_mm import pad_to_blocks
 from ...kernels.ops.quantize import quantize_rows, quantize_static, without_lost_rows
-from ...primitives import LinearSpec, PerAxis, QuantSpec
-from ...primitives.jsonable import jsonable
+from ...primitives import LinearSpec, PerAxis, QuantSpec, jsonable
 from ...recipes.base import WeightRecipe
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.operand import STATELESS, ContractionState
@@ -217,9 +215,9 @@ class FakeQuantizedWeight(MasterWeight):
         if spec.transposed or spec.partial:
             raise ValueError("embedding takes the whole weight, this is a view of it")
         if not spec.rows_are_independent:
-            return functional.embedding(ids, spec.weight_values(self), **options).to(self.dtype)
+            return torch.nn.functional.embedding(ids, spec.weight_values(self), **options).to(self.dtype)
         # Rows are gathered first: fewer to quantize.
-        rows = functional.embedding(ids.reshape(-1), floats_of(self), **options)
+        rows = torch.nn.functional.embedding(ids.reshape(-1), floats_of(self), **options)
         return spec.weight_values(rows).to(self.dtype).reshape(*ids.shape, self.shape[-1])
 
     def check_convert(self) -> None:
@@ -242,13 +240,9 @@ COPIES = {
 """Operators whose result has the axes of their argument."""
 
 CUTS = {
-    aten.chunk.default: 2,
-    aten.select.int: 1,
-    aten.slice.Tensor: 1,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.unbind.int: 1,
-}
+    aten.chunk.default: 2, aten.select.int: 1, aten.slice.Tensor: 1, aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2, aten.unbind.int: 1,
+}  # fmt: skip
 """Operators that take parts along one axis, and the position of the axis in their arguments; 0 if it is not given."""
 
 

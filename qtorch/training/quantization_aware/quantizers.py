@@ -21,10 +21,9 @@ from ...calibration.observers import Observer
 from ...calibration.statistics import Statistic
 from ...kernels.ops.quantize import without_lost_rows
 from ...model.install import QuantizationState
-from ...primitives import QuantSpec, scale_rules
+from ...primitives import QuantSpec, is_compiling, scale_rules
 from ...primitives.fake_quant import zero_point_code
 from ...primitives.qparams import min_max
-from ...primitives.tracing import is_compiling
 from .fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ...calibration.observers import Observer, moving_average, observer_of
 from ...model.install import QuantizationState
@@ -95,7 +94,7 @@ class Schedule(QuantizationState):
         ValueError: a step below zero, or scales that freeze before they are used.
     """
 
-    step: Tensor
+    step: torch.Tensor
     counts_passes: bool = True
 
     def __init__(self, start_step: int = 0, freeze_step: int | None = None) -> None:
@@ -105,12 +104,12 @@ class Schedule(QuantizationState):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     @property
-    def active(self) -> Tensor:
+    def active(self) -> torch.Tensor:
         """Whether the layer is quantized."""
         return self.step >= self.start_step
 
     @property
-    def frozen(self) -> Tensor | None:
+    def frozen(self) -> torch.Tensor | None:
         """Whether scales are held; None if they never are."""
         return None if self.freeze_step is None else self.step >= self.freeze_step
 
@@ -124,7 +123,7 @@ class Schedule(QuantizationState):
         self.step.add_(1)
 
 
-def advance_with(optimizer: torch.optim.Optimizer, *modules: nn.Module) -> Any:
+def advance_with(optimizer: torch.optim.Optimizer, *modules: torch.nn.Module) -> Any:
     """Count the steps of `optimizer` in all schedules of these modules, in place of their forward passes: gradient
     accumulation and checkpointed activations then count once.
 

@@ -10,9 +10,7 @@ from ...calibration.statistics import Statistics
 from ...model import targets, weight_kinds
 from ...model.install import PreparedModule
 from ...recipes.base import Recipe, check_float_weight, register_recipe
-from ..engine.contraction import warn_once
-from ..engine.gemm_spec import TrainingSpec
-from ..engine.numerics import fully_quantized
+from ..engine import contraction, gemm_spec, numerics
 from ..weights.base import TrainingWeight
 from ..weights.master import MasterWeight
 
@@ -26,7 +24,7 @@ class TrainingRecipe(Recipe):
     def __post_init__(self) -> None:
         self.training_spec()
 
-    def training_spec(self) -> TrainingSpec:
+    def training_spec(self) -> gemm_spec.TrainingSpec:
         raise NotImplementedError
 
     def check(self, weight: Tensor) -> None:
@@ -42,7 +40,7 @@ class TrainingRecipe(Recipe):
     def install(self, target: targets.Target[Any], made: Tensor) -> None:
         kinds = {spec.dtype.name for spec in self.training_spec().operands if not spec.dtype.is_small_integer}
         if kinds and made.device.type == "cpu":
-            warn_once(
+            contraction.warn_once(
                 self.name,
                 f"{self.name} is slower than training in floating point on a CPU, which multiplies no "
                 f"{', '.join(sorted(kinds))}: products run in fp32; int8_mixed_precision_training() is faster there",
@@ -75,9 +73,9 @@ class MixedPrecisionTraining(TrainingRecipe):
         spec: of the three matmuls. `fully_quantized(fwd_bits=8, bwd_bits=8)` and `fully_quantized_float8()` make one.
     """
 
-    spec: TrainingSpec = fully_quantized()
+    spec: gemm_spec.TrainingSpec = numerics.fully_quantized()
 
-    def training_spec(self) -> TrainingSpec:
+    def training_spec(self) -> gemm_spec.TrainingSpec:
         return self.spec
 
 
@@ -88,7 +86,7 @@ class EdgeRecipe(TrainingRecipe):
 
     def placed(self, index: int, count: int) -> Recipe:
         if self.edge_bits is not None and index in (0, count - 1):
-            return MixedPrecisionTraining(fully_quantized(self.edge_bits, None, grad_weight=False))
+            return MixedPrecisionTraining(numerics.fully_quantized(self.edge_bits, None, grad_weight=False))
         inside: Any = self
         return replace(inside, edge_bits=None)
 

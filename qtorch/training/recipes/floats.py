@@ -22,8 +22,7 @@ from typing import ClassVar
 
 import torch
 
-from ...primitives import AbsMaxRule, Granularity, PerBlock, PerRow, PerTensor, QuantSpec, Rounding
-from ...primitives.qdtype import qdtype
+from ...primitives import AbsMaxRule, Granularity, PerBlock, PerRow, PerTensor, QuantSpec, Rounding, qdtype
 from ...primitives.spec import mx_spec, nvfp4_spec
 from ...recipes.base import register_recipe
 from ...recipes.float8 import Float8DynamicActivationFloat8Weight

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...dtypes import AffineQuantizedTensor, Layout, QuantizedTensor, products
 from ...dtypes.linear import check_dtype, multiply
@@ -102,7 +101,7 @@ class TrainingWeight(QuantizedTensor):
         spec = self.training_spec.output.rhs
         if spec is not None:
             rows = spec.to_nearest().fake_quantize(rows)
-        return functional.embedding(ids, rows, **options).to(self.dtype)
+        return torch.nn.functional.embedding(ids, rows, **options).to(self.dtype)
 
     @classmethod
     @tracing.starts_no_graph

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...dtypes.gathering import as_sent
-from ...primitives import QuantSpec, Rounding
+from ...primitives import QuantSpec, Rounding, scale_rules
 from ...primitives.layouts import FLOATS, Form, Forms
-from ...primitives.scale_rules import Joins
-from ..engine import operand
-from ..engine.gemm_spec import TrainingSpec
-from ..engine.split import joined_extremes
+from ..engine import gemm_spec, operand, split
 from .base import TrainingScheme, TrainingWeight
 
 
@@ -48,7 +45,7 @@ class GatheredWeight(TrainingWeight):
         return self.operand().dequantize(dtype or self.dtype)
 
 
-def one_weight(spec: TrainingSpec) -> QuantSpec | None:
+def one_weight(spec: gemm_spec.TrainingSpec) -> QuantSpec | None:
     """The spec of the weight that both the forward and the gradient of the input multiply by; None if there are two."""
     weight, backward = spec.output.rhs, spec.grad_input
     changed = spec.output.fold or spec.output.changes_operands or spec.scale_gradient or spec.clip_gradient
@@ -56,7 +53,7 @@ def one_weight(spec: TrainingSpec) -> QuantSpec | None:
         return None
     whole = weight.granularity.pattern(2) == (-1, -1)
     same = whole and backward.rhs == weight and backward.fold is None and not backward.changes_operands
-    joins = weight.scale_rule.joins is Joins.EXTREMES or not whole
+    joins = weight.scale_rule.joins is scale_rules.Joins.EXTREMES or not whole
     return weight if (backward.reuse_forward or same) and joins and weight.rounding is Rounding.NEAREST_EVEN else None
 
 
@@ -91,7 +88,7 @@ def codes_to_send(
     """The codes of the shard `master` of a weight of `size`, or None where it has to be sent as floats: of another
     recipe, of a layer that is no `nn.Linear` or is cut by tensor parallelism, in shards that cut blocks of rows, or in
     uneven shards with scales of rows."""
-    spec = one_weight(training) if isinstance(training, TrainingSpec) else None
+    spec = one_weight(training) if isinstance(training, gemm_spec.TrainingSpec) else None
     if spec is None or not isinstance(module, nn.Linear) or "forward" in vars(module) or len(size) != 2:
         return None
     rows, ranks = -(-size[0] // mesh.size()), mesh.size()
@@ -101,7 +98,7 @@ def codes_to_send(
     if master.shape[0] < rows:  # zeros change no scale of the tensor
         master = torch.cat([master, master.new_zeros(rows - master.shape[0], size[1])])
     if block == -1:
-        extremes = joined_extremes(*spec.choose_range(master), mesh.get_group(mesh.ndim - 1))
+        extremes = split.joined_extremes(*spec.choose_range(master), mesh.get_group(mesh.ndim - 1))
         scale = spec.choose_qparams_from_range(*extremes, master.dtype)[0]
         codes = spec.quantize(master, scale, None)
     else:

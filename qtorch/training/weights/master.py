@@ -15,14 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, base
 from ...kernels.registry import scale_per_row
-from ...primitives import LinearSpec, PerGroup, QuantSpec, Scheme, granularity
+from ...primitives import LinearSpec, PerGroup, QuantSpec, Scheme, granularity, is_compiling
 from ...primitives.layouts import Form, Forms
-from ...primitives.tracing import is_compiling
 from ..engine import contraction, operand
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.split import check_split
@@ -176,7 +174,7 @@ class MasterWeight(TrainingWeight):
             spec = weight._training_of_view(func, args)
             like = weight._like if keeps else cls.of
             result = tree_map_only(Tensor, lambda tensor: like(tensor, spec), result)
-        return return_and_correct_aliasing(func, args, kwargs, result)
+        return torch.utils._python_dispatch.return_and_correct_aliasing(func, args, kwargs, result)
 
     def _checked_update(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An in-place update of a 16-bit weight, with a warning where many of its elements vanish in rounding."""

@@ -7,7 +7,6 @@ import torch
 
 import qtorch
 from qtorch import LinearSpec, MappingType, PerBlock, PerGroup, PerRow, PerTensor, QuantSpec
-from qtorch.recipes.base import WeightRecipe
 
 SYMMETRIC, ASYMMETRIC, BF16 = MappingType.SYMMETRIC, MappingType.ASYMMETRIC, torch.bfloat16
 
@@ -22,7 +21,7 @@ class Case(NamedTuple):
         format: in which it is written.
     """
 
-    recipe: WeightRecipe | LinearSpec
+    recipe: qtorch.recipes.base.WeightRecipe | LinearSpec
     served_as: str
     format: str
     expert_served_as: str | None

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 
 def groups_of(config: dict[str, Any]) -> list[tuple[list[str], Any, str]]:
@@ -26,12 +25,12 @@ def scheme_of(module: str, groups: list[tuple[list[str], Any, str]]) -> tuple[An
     return next((scheme, format) for targets, scheme, format in groups if "Linear" in targets)
 
 
-def decompress(folder: Path) -> dict[str, Tensor]:
+def decompress(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of the quantized modules of a folder, by the name of the weight."""
     from compressed_tensors.compressors import BaseCompressor
 
     groups = groups_of(json.loads((folder / "config.json").read_text())["quantization_config"])
-    stored: dict[str, Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         stored |= load_file(path)
     found = {}
@@ -43,7 +42,7 @@ def decompress(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def compress(weights: dict[str, Tensor], config: dict[str, Any], folder: Path) -> None:
+def compress(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
     """Write a folder in which the package has quantized and compressed these weights with scales that it has chosen."""
     import compressed_tensors
     from compressed_tensors.compressors import BaseCompressor
@@ -62,7 +61,7 @@ def compress(weights: dict[str, Tensor], config: dict[str, Any], folder: Path) -
     (folder / "config.json").write_text(text)
 
 
-def qparams(weight: Tensor, args: Any) -> dict[str, Tensor]:
+def qparams(weight: torch.Tensor, args: Any) -> dict[str, torch.Tensor]:
     """Scales and zero points as the package's observers choose them, by its own functions."""
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 

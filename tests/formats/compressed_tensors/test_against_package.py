@@ -27,9 +27,7 @@ every_case = pytest.mark.parametrize("case", of_today, ids=lambda case: case.id)
 
 
 def model_of(dtype: torch.dtype) -> nn.ModuleDict:
-    return nn.ModuleDict({name: nn.Linear(columns, rows, bias=False) for name, (rows, columns) in SHAPES.items()}).to(
-        dtype
-    )
+    return nn.ModuleDict({n: nn.Linear(columns, rows, bias=False) for n, (rows, columns) in SHAPES.items()}).to(dtype)
 
 
 def quantized(case: Case) -> nn.ModuleDict:
@@ -94,12 +92,9 @@ def config_of(word: str) -> dict[str, Any]:
     inputs = {**dynamic, "type": weights["type"]} if format in ("int-quantized", "float-quantized") else None
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": format}
     return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [],
-    }
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": [],
+    }  # fmt: skip
 
 
 def floats_of(word: str, dtype: torch.dtype) -> dict[str, Tensor]:

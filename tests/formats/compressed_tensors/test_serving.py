@@ -13,9 +13,7 @@ from qtorch.checkpoint.formats.blocks import divisor_of, multiplier_of
 from qtorch.checkpoint.formats.compressed_tensors.scheme import Args, Group
 from qtorch.checkpoint.formats.compressed_tensors.vllm import EMBEDDING, EXPERTS, LINEAR, decide
 from qtorch.checkpoint.formats.compressed_tensors.write import serve
-from qtorch.dtypes import QuantizedTensor
 from qtorch.recipes.base import WeightRecipe
-from qtorch.recipes.mx import shared_tensor_scale
 from qtorch.training import qat
 from tests.formats.compressed_tensors.cases import CASES, GROUPS, Case
 from tests.formats.compressed_tensors.test_save import Model, floats, same
@@ -59,7 +57,7 @@ def test_scales_of_nvfp4() -> None:
     weight[3] = 0
     weight[4] *= 1e-9
     made = nvfp4_weight_only(tensor_scale=2.0**-9).apply(weight)
-    assert isinstance(made, QuantizedTensor)
+    assert isinstance(made, qtorch.dtypes.QuantizedTensor)
     assert float(made.scale_scale) == 2.0**-9  # type: ignore[attr-defined]
     default = nvfp4_weight_only().apply(weight)
     errors = [float((floats(each) - weight).norm() / weight.norm()) for each in (made, default)]
@@ -89,7 +87,7 @@ def test_the_result_can_be_saved_and_is_near(recipe: WeightRecipe, dtype: torch.
     ("absmax", "scale"), [(2688.0, 1.0), (2688.1, 2.0), (2687.9, 1.0), (1344.0, 0.5), (0.0, 1.0), (1e-45, 2.0**-126)]
 )
 def test_shared_tensor_scale(absmax: float, scale: float) -> None:
-    assert shared_tensor_scale(absmax) == scale
+    assert qtorch.recipes.mx.shared_tensor_scale(absmax) == scale
 
 
 def test_what_no_kernel_serves(tmp_path: Path) -> None:
@@ -98,9 +96,7 @@ def test_what_no_kernel_serves(tmp_path: Path) -> None:
         # Scales of groups with all the mantissas.
         model["proj"].weight.copy_(torch.randn(64, 64) * torch.linspace(0.01, 0.2, 64).reshape(-1, 1))
     quantize_(model, nvfp4_weight_only(tensor_scale=9.836715616984293e-05))
-    with pytest.raises(
-        ValueError, match=r"proj\.weight: has the scale 9\.83.*-05 for the tensor.* choose a power of two"
-    ):
+    with pytest.raises(ValueError, match=r"proj\.weight: has the scale 9\.83.* for the tensor.* choose a power of two"):
         save_quantized(model, tmp_path / "model", format="compressed-tensors")
     model = nn.ModuleDict({"proj": nn.Linear(64, 64, bias=False)})
     quantize_(model, qtorch.uintx_weight_only("uint3", group_size=32))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from qtorch import explain, int4_weight_only, load_quantized, quantize_, save_quantized
 from qtorch.checkpoint.formats.blocks import multiplier_of
@@ -20,7 +19,7 @@ from tests.formats.compressed_tensors.test_against_package import config_of
 
 pytest.importorskip("compressed_tensors")
 
-Tensors = dict[str, Tensor]
+Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 Change = Callable[[Tensors, Config], object]
 
@@ -38,8 +37,8 @@ def write(folder: Path, word: str, change: Change = lambda tensors, config: None
     return folder
 
 
-def model() -> nn.ModuleDict:
-    return nn.ModuleDict({"a": nn.Linear(64, 32, bias=False), "b": nn.Linear(32, 64, bias=False)})
+def model() -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict({"a": torch.nn.Linear(64, 32, bias=False), "b": torch.nn.Linear(32, 64, bias=False)})
 
 
 def test_contents_groups_and_zero_points(tmp_path: Path) -> None:
@@ -158,7 +157,7 @@ def test_scales_and_groups_out_of_order(tmp_path: Path) -> None:
         load_quantized(model(), write(tmp_path, "int4 in groups", unsorted))
 
 
-def set_tensor(name: str, make: Callable[[Tensor], Tensor]) -> Change:
+def set_tensor(name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda tensors, config: tensors.update({name: make(tensors[name]).contiguous()})
 
 

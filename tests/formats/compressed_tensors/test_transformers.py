@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import qtorch
 from qtorch import explain, int8_weight_only, load_quantized, quantize_, recipes_for_vllm, save_quantized
@@ -44,12 +43,12 @@ def mixtral() -> Any:
     return made("Mixtral", num_local_experts=4)
 
 
-def floats(model: nn.Module) -> dict[str, Tensor]:
+def floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     named = model.named_parameters()
     return {name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in named}
 
 
-def check_equal(loaded: nn.Module, model: nn.Module) -> None:
+def check_equal(loaded: torch.nn.Module, model: torch.nn.Module) -> None:
     theirs = floats(loaded)
     for name, value in floats(model).items():
         assert torch.equal(theirs[name], value), name
@@ -68,20 +67,15 @@ def pretrained(folder: Path, **options: Any) -> Any:
     return loaded
 
 
-def generate(model: Any) -> Tensor:
-    generated: Tensor = model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
+def generate(model: Any) -> torch.Tensor:
+    generated: torch.Tensor = model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0)
     return generated
 
 
 WEIGHT_ONLY = [
-    int8_weight_only(),
-    qtorch.intx_weight_only("int4", group_size=32),
-    qtorch.intx_weight_only("int3", group_size=32),
-    qtorch.float8_weight_only(),
-    qtorch.mxfp4_weight_only(),
-    qtorch.mxfp8_weight_only(),
-    qtorch.nvfp4_weight_only(),
-]
+    int8_weight_only(), qtorch.intx_weight_only("int4", group_size=32), qtorch.intx_weight_only("int3", group_size=32),
+    qtorch.float8_weight_only(), qtorch.mxfp4_weight_only(), qtorch.mxfp8_weight_only(), qtorch.nvfp4_weight_only(),
+]  # fmt: skip
 DYNAMIC = [
     qtorch.int8_dynamic_activation_int8_weight(),
     qtorch.int8_dynamic_activation_int4_weight(),

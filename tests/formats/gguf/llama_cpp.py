@@ -26,16 +26,12 @@ def permuted(weight: Tensor, heads: int) -> Tensor:
 
 def config_metadata(config: Any, architecture: str) -> dict[str, Any]:
     entries = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "vocab_size": config.vocab_size,
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "vocab_size": config.vocab_size,
         "rope.freq_base": 10000.0,
-    }
+    }  # fmt: skip
     if getattr(config, "head_dim", None):
         entries |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
     if experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):

@@ -13,17 +13,9 @@ from qtorch.checkpoint.formats.gguf.block_types import TYPES, BlockType
 QUANTIZED = {kind.name: (number, kind) for number, kind in TYPES.items() if kind.spec is not None}
 
 HALVES = {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "TQ1_0": (52,),
-    "TQ2_0": (64,),
-    "MXFP4": (),
-}
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "TQ1_0": (52,), "TQ2_0": (64,), "MXFP4": (),
+}  # fmt: skip
 """Where blocks have numbers in fp16; (0,) where not said."""
 
 

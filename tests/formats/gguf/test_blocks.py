@@ -11,27 +11,19 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType
-from torch import nn
-from torch.nn import functional
 
 import qtorch
 from qtorch.checkpoint.formats.gguf.block_types import TYPES
 from qtorch.checkpoint.formats.gguf.reading import GgufFile
 from qtorch.checkpoint.sources import open_source
-from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu.compiled_library import library
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes, write
 from tests.refusals import refuses
 from tests.rounding import assert_same_product
 
 METADATA = {
-    "a.string": "text with ü",
-    "a.float": 0.5,
-    "a.list": [1, 2, 3],
-    "a.list_of_strings": [f"token {i}" for i in range(300)],
-    "general.alignment": 64,
-}
+    "a.string": "text with ü", "a.float": 0.5, "a.list": [1, 2, 3],
+    "a.list_of_strings": [f"token {i}" for i in range(300)], "general.alignment": 64,
+}  # fmt: skip
 
 
 def file(path: Path, names: tuple[str, ...] = ("Q4_K", "Q8_0", "IQ4_NL")) -> Path:
@@ -54,9 +46,7 @@ def test_as_gguf_reads_it_and_contents_without_reading(tmp_path: Path) -> None:
     # Vocabularies are not kept.
     assert ours.metadata == {**METADATA, "general.architecture": "other", "a.list_of_strings": None}
     ours.close()
-    tensors = {
-        name: (random_bytes(kind, (4, 256)), GGMLQuantizationType(number)) for name, (number, kind) in QUANTIZED.items()
-    }
+    tensors = {name: (random_bytes(kind, (4, 256)), GGMLQuantizationType(i)) for name, (i, kind) in QUANTIZED.items()}
     path = write(tmp_path / "x.gguf", tensors, "other")
     with open_source(path) as source:
         for name, (data, _) in tensors.items():
@@ -135,7 +125,7 @@ def test_data_beyond_the_end(name: str, tmp_path: Path) -> None:
 def test_an_error_leaves_the_model(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     number, kind = QUANTIZED["Q8_0"]
-    model = nn.Linear(64, 8)
+    model = torch.nn.Linear(64, 8)
     before = model.weight
     data = random_bytes(kind, (8, 64)), GGMLQuantizationType(number)
     write(path, {"weight": data, "bias": (np.zeros(9, np.float32), None)}, "other")
@@ -151,22 +141,9 @@ def test_an_error_leaves_the_model(tmp_path: Path) -> None:
 
 # Bits of an element in memory: of the code, scale and offset.
 BITS = {
-    "Q4_0": 4.5,
-    "Q4_1": 5.0,
-    "Q5_0": 5.5,
-    "Q5_1": 6.0,
-    "Q8_0": 8.5,
-    "Q2_K": 3.125,
-    "Q3_K": 3.5625,
-    "Q4_K": 4.625,
-    "Q5_K": 5.625,
-    "Q6_K": 6.5625,
-    "IQ4_NL": 4.5,
-    "IQ4_XS": 4.3125,
-    "TQ1_0": 2.0625,
-    "TQ2_0": 2.09375,
-    "MXFP4": 4.25,
-}
+    "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5, "Q2_K": 3.125, "Q3_K": 3.5625, "Q4_K": 4.625,
+    "Q5_K": 5.625, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "TQ1_0": 2.0625, "TQ2_0": 2.09375, "MXFP4": 4.25,
+}  # fmt: skip
 
 
 def expected(data: np.ndarray, number: int) -> torch.Tensor:
@@ -182,7 +159,7 @@ def test_the_numbers_of_gguf(name: str, shape: tuple[int, ...]) -> None:
         data = random_bytes(kind, shape, seed)
         wanted = expected(data, number) if data.size else torch.empty(shape)
         tensor = kind.tensor(torch.from_numpy(data.reshape(-1)), shape)
-        assert isinstance(tensor, QuantizedTensor)
+        assert isinstance(tensor, qtorch.dtypes.QuantizedTensor)
         assert torch.equal(tensor.dequantize(), wanted)
         assert (tensor.dtype, tensor.scheme) == (torch.float32, kind.scheme(shape))
         table = 0 if getattr(tensor, "table", None) is None else tensor.table.nbytes
@@ -199,12 +176,12 @@ def test_a_kernel_reads_the_codes(name: str, tmp_path: Path) -> None:
     qtorch.load_quantized(model, path)
     weight = model.w
     of_torch = "weight_only_mm" if kind.spec.dtype.bits == 8 else "packed_weight_mm"
-    integers = of_torch if library() is None else "cpu_weight_only_mm"
-    tables = "lut_weight_mm" if library() is None else "cpu_lut_mm"
+    integers = of_torch if qtorch.kernels.cpu.compiled_library.library() is None else "cpu_weight_only_mm"
+    tables = "lut_weight_mm" if qtorch.kernels.cpu.compiled_library.library() is None else "cpu_lut_mm"
     kernel = {"IQ4_NL": tables, "IQ4_XS": tables}.get(name, integers)
     x = torch.randn(5, 512)
-    with record_kernels() as ran:
-        y = functional.linear(x, weight)
+    with qtorch.kernels.record_kernels() as ran:
+        y = torch.nn.functional.linear(x, weight)
     assert ran[0] == f"linear:{kernel}"
     assert qtorch.explain(weight).kernel == kernel
     assert_same_product(y, x @ expected(data, number).T, x, expected(data, number))

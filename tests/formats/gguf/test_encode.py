@@ -19,15 +19,13 @@ from qtorch import MappingType, ZeroPointDomain
 from qtorch.calibration import gptq
 from qtorch.checkpoint.formats.gguf.block_types import ENCODED, encode, type_of
 from qtorch.checkpoint.formats.gguf.writing import WRITTEN, quantize
-from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu.compiled_library import library
 from qtorch.primitives import qdtype
-from qtorch.recipes.base import RECIPES
 from qtorch.training import convert, qat
 from tests.formats.gguf.random_blocks import QUANTIZED, random_bytes
 from tests.refusals import refuses
 
-OF_GGUF = {name: recipe for name, recipe in RECIPES.items() if name.startswith("gguf_")}
+OF_GGUF = {name: recipe for name, recipe in qtorch.recipes.base.RECIPES.items() if name.startswith("gguf_")}
 AS_GGML = [
     name for name in OF_GGUF if name != "gguf_iq4_nl" and name[-1] != "k"
 ]  # the package does not quantize to those
@@ -169,7 +167,7 @@ def test_a_compiled_kernel_runs(name: str) -> None:
     of_torch = "lut_weight_mm" if is_table else "weight_only_mm" if name == "gguf_q8_0" else "packed_weight_mm"
     kernel = of_torch if library() is None else "cpu_lut_mm" if is_table else "cpu_weight_only_mm"
     for rows in (1, 40):
-        with record_kernels() as ran:
+        with qtorch.kernels.record_kernels() as ran:
             layer(torch.randn(rows, 512))
         assert ran[0] == f"linear:{kernel}"
 

@@ -18,20 +18,14 @@ pytest.importorskip("gguf")
 pytest.importorskip("transformers")
 
 import qtorch
-from qtorch.dtypes import QuantizedTensor
 from qtorch.training import convert, qat
 from tests.formats.gguf.trained import MODELS, PROMPT, TEXT, built, continuation, save_folder, tokenizer, train
 
 pytestmark = pytest.mark.slow
 RECIPES = {
-    "Q4_0": qtorch.gguf_q4_0(),
-    "Q4_1": qtorch.gguf_q4_1(),
-    "Q5_0": qtorch.gguf_q5_0(),
-    "Q5_1": qtorch.gguf_q5_1(),
-    "Q8_0": qtorch.gguf_q8_0(),
-    "IQ4_NL": qtorch.gguf_iq4_nl(),
-    "MXFP4": qtorch.mxfp4_weight_only(),
-}
+    "Q4_0": qtorch.gguf_q4_0(), "Q4_1": qtorch.gguf_q4_1(), "Q5_0": qtorch.gguf_q5_0(), "Q5_1": qtorch.gguf_q5_1(),
+    "Q8_0": qtorch.gguf_q8_0(), "IQ4_NL": qtorch.gguf_iq4_nl(), "MXFP4": qtorch.mxfp4_weight_only(),
+}  # fmt: skip
 KINDS = ("linear", "experts")
 
 
@@ -54,7 +48,7 @@ def dequantized(model: Any) -> Any:
 
 
 def agrees(model: Any, path: Path) -> None:
-    assert any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+    assert any(isinstance(parameter, qtorch.dtypes.QuantizedTensor) for parameter in model.parameters())
     found = run("llama-simple", path, "-n", 24, PROMPT).strip()
     assert found == continuation(dequantized(model))
     assert len(found) > 60

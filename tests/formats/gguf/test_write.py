@@ -13,14 +13,12 @@ accelerate = pytest.importorskip("accelerate")
 import gguf
 import numpy as np
 import torch
-from torch import nn
 
 import qtorch
 from qtorch.checkpoint.formats.gguf.architectures import ARCHITECTURES, permute, undo_permutation
 from qtorch.checkpoint.formats.gguf.metadata import SPLITS, architecture_of
 from qtorch.checkpoint.sources import open_source
 from qtorch.dtypes import QuantizedTensor
-from qtorch.kernels import record_kernels
 from tests.formats.gguf import llama_cpp
 from tests.formats.gguf.random_blocks import write
 from tests.formats.gguf.trained import MODELS, built, save_folder, tokenizer
@@ -139,9 +137,7 @@ def test_files_of_llama_cpp_again_and_checkpoints(tmp_path: Path) -> None:
 
 def test_others_are_rounded_once_more_only_when_asked(tmp_path: Path) -> None:
     model, path = built("Llama"), tmp_path / "x.gguf"
-    qtorch.quantize_(
-        model, {".*up_proj": qtorch.nf4_weight_only(), ".*down_proj": qtorch.int4_weight_only(group_size=32)}
-    )
+    qtorch.quantize_(model, {".*up.*": qtorch.nf4_weight_only(), ".*down.*": qtorch.int4_weight_only(group_size=32)})
     message = r"gguf: model.layers.0.mlp.(up|down)_proj.weight: .*; quantize with gguf_q4_0\(\), .* requantize=True"
     refuses(message, lambda: qtorch.save_gguf(model, path))
     assert not path.exists()
@@ -209,15 +205,9 @@ def test_vocabularies(tmp_path: Path) -> None:
 
 
 SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 16,
-}
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16,
+}  # fmt: skip
 MIXED = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q5_0", "attn_output": "Q5_1", "ffn_down": "MXFP4"}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -266,11 +256,11 @@ def make(name: str) -> tuple[Any, Any, str]:
     model_class = getattr(transformers, f"{called}ForCausalLM")
     model = model_class(config_class(**(SIZES | options)))
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+        torch.nn.init.normal_(parameter, std=0.1)
     return model.eval(), model_class, name.split(",")[0]
 
 
-def empty(model_class: Any, config: Any) -> nn.Module:
+def empty(model_class: Any, config: Any) -> torch.nn.Module:
     """The model with parameters on the meta device, buffers real."""
     with accelerate.init_empty_weights():
         return model_class(config).eval()
@@ -297,7 +287,7 @@ def test_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
     assert quantized >= 9
 
     ids = torch.randint(0, 96, (2, 7))
-    with torch.no_grad(), record_kernels() as ran:
+    with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
         logits = ours(ids).logits
         expected = theirs(ids).logits
     kernels = {kernel for kernel in ran if kernel.startswith("linear:")}

@@ -9,32 +9,18 @@ import torch
 TEXT = "the quick brown fox jumps over the lazy dog and runs into the deep dark wood where the river bends. " * 4
 PROMPT = "the quick brown fox"
 SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
+    "vocab_size": 320, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {"tie_word_embeddings": False},
-    "Qwen3": {"tie_word_embeddings": True},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Mistral": {},
-    "Qwen2": {},
-    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 256},
-    "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True},
-    "Gemma": {"hidden_act": "gelu_pytorch_tanh"},
-    "Gemma2": {"query_pre_attn_scalar": 64},
-    "Gemma3": {"query_pre_attn_scalar": 64, "sliding_window": 64},
-    "Phi3": {},
-}
+    "Llama": {"tie_word_embeddings": False}, "Qwen3": {"tie_word_embeddings": True},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2}, "Mistral": {}, "Qwen2": {},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 256}, "Qwen3Moe": {**EXPERTS, "norm_topk_prob": True},
+    "Gemma": {"hidden_act": "gelu_pytorch_tanh"}, "Gemma2": {"query_pre_attn_scalar": 64},
+    "Gemma3": {"query_pre_attn_scalar": 64, "sliding_window": 64}, "Phi3": {},
+}  # fmt: skip
 
 
 def built(name: str, **options: Any) -> Any:

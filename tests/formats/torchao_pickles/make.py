@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from qtorch.primitives.layouts.tensor_core_tiled import pack_cuda
 
@@ -53,7 +52,7 @@ def main() -> None:
     state: dict[str, torch.Tensor] = {}
     torch.manual_seed(0)
     for name, (names, options) in RECIPES.items():
-        model = nn.Sequential(nn.Linear(SHAPE[1], SHAPE[0], bias=False)).bfloat16()
+        model = torch.nn.Sequential(torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)).bfloat16()
         kind = next((getattr(quantization, each) for each in names if hasattr(quantization, each)), None)
         try:
             assert kind is not None

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
 
 import qtorch
 from tests.zoo.architectures import built
@@ -38,7 +37,7 @@ def moe(name: str, implementation: str = "grouped_mm") -> Any:
     return built(name, **SIZES, experts_implementation=implementation)[0]
 
 
-def randomized(model: nn.Module, size: float = 0.05) -> nn.Module:
+def randomized(model: torch.nn.Module, size: float = 0.05) -> torch.nn.Module:
     """Random adapters, as after training: LoRA's B is zero at the start."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -47,22 +46,22 @@ def randomized(model: nn.Module, size: float = 0.05) -> nn.Module:
     return model.eval()
 
 
-def adapted(base: nn.Module, **options: Any) -> Any:
+def adapted(base: torch.nn.Module, **options: Any) -> Any:
     config = LoraConfig(**{"r": 4, "target_modules": TARGETS, **options})
     return randomized(get_peft_model(base, config))
 
 
-def output(model: Any, ids: Tensor = IDS) -> Tensor:
+def output(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=ids).logits
 
 
-def base_of(model: Any, layer: str) -> nn.Module:
+def base_of(model: Any, layer: str) -> torch.nn.Module:
     """The quantized module below an adapter."""
     return model.get_submodule(f"base_model.model.{layer}").get_base_layer()
 
 
-def merge_and_unmerge(model: Any, run: Callable[[], Tensor], tolerance: float = 1e-5) -> None:
+def merge_and_unmerge(model: Any, run: Callable[[], torch.Tensor], tolerance: float = 1e-5) -> None:
     """Merged weights give the outputs up to a tolerance, and weights that are unmerged the same bits."""
     y = run()
     for safe in (False, True):

@@ -9,12 +9,10 @@ peft = pytest.importorskip("peft")
 
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, PerRow, QuantSpec, quantize_
 from qtorch.dtypes import QuantizedTensor
-from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
-from qtorch.integrations.peft.expert_adapters import AdaptedParameter
+from qtorch.integrations.peft import expert_adapters, prepare_for_adapters, requantize_merged
 from tests.integrations.peft.models import IDS, OF_EXPERTS, RECIPES, merge_and_unmerge, moe, output, randomized
 from tests.refusals import refuses
 
@@ -107,11 +105,11 @@ def test_two_adapters_at_once() -> None:
     merge_and_unmerge(model, lambda: output(model))
 
 
-def operand(*shape: int) -> tuple[AdaptedParameter, Tensor]:
+def operand(*shape: int) -> tuple[expert_adapters.AdaptedParameter, Tensor]:
     """A stand-in for a parameter, and the float tensor that it stands for."""
     base = AffineQuantizedTensor.from_float(torch.randn(shape), QuantSpec(torch.int8, PerRow()))
     left, right = torch.randn(*shape[:-1], 4), torch.randn(*shape[:-2], 4, shape[-1])
-    return AdaptedParameter(base, left, right), base.dequantize() + left @ right
+    return expert_adapters.AdaptedParameter(base, left, right), base.dequantize() + left @ right
 
 
 def test_products_of_an_adapted_parameter() -> None:
@@ -120,12 +118,12 @@ def test_products_of_an_adapted_parameter() -> None:
     x, y, bias = torch.randn(5, 64), torch.randn(3, 5, 64), torch.randn(16)
     offs = torch.tensor([2, 2, 5], dtype=torch.int32)
     pairs = [
-        (functional.linear(x, matrix, bias), functional.linear(x, w, bias)),  # type: ignore[arg-type]
+        (nn.functional.linear(x, matrix, bias), nn.functional.linear(x, w, bias)),  # type: ignore[arg-type]
         (x @ matrix.t(), x @ w.t()),
         (matrix @ x.t(), w @ x.t()),
         (torch.matmul(x, matrix.T), x @ w.T),  # type: ignore[arg-type]
-        (functional.linear(x, stack[1]), functional.linear(x, ws[1])),  # type: ignore[arg-type]
-        (functional.linear(x, stack[torch.tensor(2)]), functional.linear(x, ws[2])),  # type: ignore[arg-type]
+        (nn.functional.linear(x, stack[1]), nn.functional.linear(x, ws[1])),  # type: ignore[arg-type]
+        (nn.functional.linear(x, stack[torch.tensor(2)]), nn.functional.linear(x, ws[2])),  # type: ignore[arg-type]
         (torch.bmm(y, stack.mT), torch.bmm(y, ws.mT)),  # type: ignore[arg-type]
         (torch.bmm(stack, y.mT), torch.bmm(ws, y.mT)),  # type: ignore[arg-type]
         (

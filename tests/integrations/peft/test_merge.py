@@ -13,7 +13,6 @@ import torch
 peft = pytest.importorskip("peft")
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
 
 from qtorch import AffineQuantizedTensor, dequantize_, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
@@ -40,7 +39,7 @@ def test_merge_and_unmerge(recipe: str, dora: bool) -> None:
         assert (output(model) - y).abs().max() > 0.1
     model.merge_adapter()
     weight = base_of(model, Q_PROJ).weight
-    assert type(weight) is nn.Parameter
+    assert type(weight) is torch.nn.Parameter
     assert not weight.requires_grad
     # int8_dynamic: a float weight does not round its inputs any more.
     tolerance = 2e-2 if recipe == "int8_dynamic" else 1e-5
@@ -104,7 +103,7 @@ def test_two_adapters_merge_one_after_the_other() -> None:
 
 
 def test_biases_and_broken_adapters() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).bfloat16()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).bfloat16()
     quantize_(model, RECIPES["int8"])
     bias = model[0].bias.detach().clone()
     model = randomized(get_peft_model(model, LoraConfig(r=4, target_modules=["0"], lora_bias=True)), 0.3)
@@ -223,18 +222,12 @@ def test_quantized_after_get_peft_model_and_dequantized() -> None:
 
 WITHOUT_TARGETS = ("ADAPTION_PROMPT", "LN_TUNING", "SHADOW", "TRAINABLE_TOKENS")
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ADALORA": {"total_step": 10, "tinit": 2, "tfinal": 2},
-    "ADAPTION_PROMPT": {"adapter_layers": 1, "adapter_len": 4},
-    "C3A": {"block_size": 16},
-    "IA3": {"feedforward_modules": []},
-    "MULTITASK_PROMPT_TUNING": {"num_tasks": 2},
-    "OFT": {"r": 0, "oft_block_size": 16},
-    "POLY": {"n_tasks": 2},
-    "ROAD": {"group_size": 16},
-    "TRAINABLE_TOKENS": {"token_indices": IDS[0, :2].tolist()},
-    "VBLORA": {"vector_length": 16, "num_vectors": 8},
+    "ADALORA": {"total_step": 10, "tinit": 2, "tfinal": 2}, "ADAPTION_PROMPT": {"adapter_layers": 1, "adapter_len": 4},
+    "C3A": {"block_size": 16}, "IA3": {"feedforward_modules": []}, "MULTITASK_PROMPT_TUNING": {"num_tasks": 2},
+    "OFT": {"r": 0, "oft_block_size": 16}, "POLY": {"n_tasks": 2}, "ROAD": {"group_size": 16},
+    "TRAINABLE_TOKENS": {"token_indices": IDS[0, :2].tolist()}, "VBLORA": {"vector_length": 16, "num_vectors": 8},
     "WAVEFT": {"n_frequency": 64},
-}
+}  # fmt: skip
 GENERAL = {"target_modules": models.TARGETS, "r": 4, "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 OTHERS = {"XLORA", "FROD"}  # a mixture of trained LoRA adapters; refused, below
 
@@ -314,10 +307,10 @@ def test_modules_to_save_and_multihead_attention_are_refused() -> None:
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     assert model.lm_head.modules_to_save["default"].weight.requires_grad
 
-    class Block(nn.Module):
+    class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention = nn.MultiheadAttention(64, 2)
+            self.attention = torch.nn.MultiheadAttention(64, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.attention(x, x, x)[0]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qtorch
-from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
 from tests.every_recipe import NAMES, make
@@ -34,7 +33,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 def quantized(model: Any, recipe: Any) -> Any:
-    quantize_(model, recipe, filter_fn=lambda module, name: name != "lm_head")
+    qtorch.quantize_(model, recipe, filter_fn=lambda module, name: name != "lm_head")
     return model
 
 
@@ -166,7 +165,7 @@ def test_layers_that_have_adapters_already_and_those_that_cannot_be() -> None:
     refused("lora_bias", lora_bias=True, target_modules=["lm_head", "q_proj"])
     refused("DoRA", use_dora=True)
     embedding = llama()
-    quantize_(embedding, {r".*embed_tokens": qtorch.int8_weight_only()})
+    qtorch.quantize_(embedding, {r".*embed_tokens": qtorch.int8_weight_only()})
     prepare_for_adapters(embedding, gradient_checkpointing=False, merged_codes=True)
     refuses("not Embedding", lambda: adapted(embedding, target_modules=["embed_tokens"]))
     model = adapted(quantized(llama(), FOUR_BITS["int4"]), use_dora=True)

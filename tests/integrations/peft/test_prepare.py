@@ -8,7 +8,6 @@ import torch
 peft = pytest.importorskip("peft")
 
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from torch import nn
 
 from qtorch import quantize_
 from qtorch.dtypes import QuantizedTensor
@@ -45,8 +44,8 @@ def test_preparation() -> None:
     prepare_for_adapters(model)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in model.parameters())
-    model = nn.Sequential(nn.Linear(64, 64))
-    refuses("call quantize_ first", lambda: prepare_for_adapters(model))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    refuses("is quantized; call quantize_", lambda: prepare_for_adapters(model))
     quantize_(model, RECIPES["int8"])
     refuses("pass gradient_checkpointing=False", lambda: prepare_for_adapters(model))
     prepare_for_adapters(model, gradient_checkpointing=False)

@@ -12,11 +12,9 @@ import transformers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import qtorch
-from qtorch import lut_weight_only, quantize_
 from qtorch.calibration import auto, gptq, importance_weighted
 from qtorch.calibration.data import token_batches
 from qtorch.integrations.transformers import QtorchConfig, compile_generate
-from qtorch.kernels import record_kernels
 from tests.cli.tiny import save_llama
 from tests.fast_part import slow_but
 from tests.integrations.transformers import tiny_models
@@ -34,7 +32,7 @@ def test_batches(method: Any, folder: Path) -> None:
     data = batches()
     model = load(folder, I4, calibration=data, calibration_method=method)
     wanted = CASES["llama"].kind.from_pretrained(folder)
-    report = quantize_(wanted, {"lm_head": None, r".*": (auto if method == "auto" else gptq)(I4, data)})
+    report = qtorch.quantize_(wanted, {"lm_head": None, r".*": (auto if method == "auto" else gptq)(I4, data)})
     assert_same(model, wanted)
     ours = model.hf_quantizer.report
     assert [row.name for row in ours.quantized] == [row.name for row in report.quantized]
@@ -60,7 +58,7 @@ def test_saved_without_data_and_what_is_refused(folder: Path, tmp_path: Path) ->
     model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     data = token_batches(TEXTS, AutoTokenizer.from_pretrained(tmp_path), length=16)
     wanted = LlamaForCausalLM.from_pretrained(tmp_path)
-    quantize_(wanted, {"lm_head": None, r".*": gptq(I4, data)})
+    qtorch.quantize_(wanted, {"lm_head": None, r".*": gptq(I4, data)})
     assert_same(model, wanted)
     assert {row.calibration.tokens for row in model.hf_quantizer.report.quantized} == {5 + 60 + 3}
     build("llama").save_pretrained(tmp_path / "llama")
@@ -90,9 +88,9 @@ def test_mappings_refusals_and_attention(folder: Path, tmp_path: Path) -> None:
     assert any(name.endswith("experts.gate_up_proj") for name in tiny_models.quantized_names(model))
     assert all(row.calibration.tokens > 0 for row in model.hf_quantizer.report.quantized)
     data = batches()
-    for recipe in (gptq(I4, data), importance_weighted(lut_weight_only(bits=3, group_size=64), data)):
+    for recipe in (gptq(I4, data), importance_weighted(qtorch.lut_weight_only(bits=3, group_size=64), data)):
         wanted = CASES["llama"].kind.from_pretrained(folder)
-        quantize_(wanted, {"lm_head": None, r".*": recipe})
+        qtorch.quantize_(wanted, {"lm_head": None, r".*": recipe})
         assert_same(load(folder, recipe), wanted)
     with pytest.raises(TypeError, match="compile_generate takes a model of transformers, got Linear"):
         compile_generate(torch.nn.Linear(2, 2), 16)
@@ -144,7 +142,7 @@ def test_one_graph_writes_the_same_tokens(recipe, options):
     wanted = [model.generate(**prompt(length, 2), **TOKENS) for length in map(seeded, (5, 11))]
     settings = compile_generate(model, 40, sequences=2, progress=False, options=options)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         got = [model.generate(**prompt(length, 2), **TOKENS, **settings) for length in map(seeded, (5, 11))]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert all(map(torch.equal, got, wanted))

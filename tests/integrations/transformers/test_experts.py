@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
@@ -19,7 +18,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import qtorch
 from qtorch.integrations.transformers import QtorchConfig
 from qtorch.integrations.transformers.experts_interface import takes_experts_implementation
-from qtorch.kernels import record_kernels
 from tests.fast_part import slow_but
 from tests.integrations.transformers.tiny_models import CASES, EXPERTS, I8, build
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
@@ -59,7 +57,7 @@ def make(name: str, recipe: Any = None, dtype: torch.dtype = torch.float32) -> A
             values = parameter.transpose(1, 2).contiguous() if experts.is_transposed else parameter
             weight = recipe.apply(values)
             stored = weight.transpose(1, 2) if experts.is_transposed else weight
-            setattr(experts, parameter_name, nn.Parameter(stored, requires_grad=False))
+            setattr(experts, parameter_name, torch.nn.Parameter(stored, requires_grad=False))
     return experts
 
 
@@ -68,16 +66,16 @@ def dequantized(name: str, experts: Any) -> Any:
     made = make(name)
     for parameter_name, parameter in experts.named_parameters():
         if parameter.dim() == 3:
-            setattr(made, parameter_name, nn.Parameter(parameter.dequantize(), requires_grad=False))
+            setattr(made, parameter_name, torch.nn.Parameter(parameter.dequantize(), requires_grad=False))
     return made
 
 
-def run(experts: Any, implementation: str, x: Tensor, *routing: Tensor) -> Tensor:
+def run(experts: Any, implementation: str, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
     experts.config._experts_implementation = implementation
     return experts(x, *routing)
 
 
-def routing(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def routing(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     """Two experts for each token; expert 3 has none."""
     experts = torch.stack([torch.tensor([0, 1, 2, 4])[torch.randperm(4)[:2]] for _ in range(tokens)])
     return experts, torch.rand(tokens, 2).to(dtype)
@@ -96,7 +94,7 @@ def test_every_implementation(name: str, recipe: str) -> None:
         x, where = torch.randn(tokens, 64), routing(tokens)
         wanted = run(dequantized(name, experts), "grouped_mm", x, *where)
         for implementation in IMPLEMENTATIONS:
-            with record_kernels() as ran:
+            with qtorch.kernels.record_kernels() as ran:
                 y = run(experts, implementation, x, *where)
             assert least < qtorch.compute_error(wanted, y)
             products = [each for each in ran if each.startswith("grouped_linear:")]
@@ -105,9 +103,7 @@ def test_every_implementation(name: str, recipe: str) -> None:
 
 
 @NEEDS_LIBRARY
-@pytest.mark.parametrize(
-    ("recipe", "dtype"), [("int4", torch.float32), ("w8a8", torch.bfloat16), ("nf4", torch.float32)]
-)
+@pytest.mark.parametrize(("recipe", "dtype"), [("int4", torch.float), ("w8a8", torch.bfloat16), ("nf4", torch.float)])
 @pytest.mark.parametrize("name", slow_but(["gpt_oss"], CLASSES))
 def test_one_graph(name: str, recipe: str, dtype: torch.dtype) -> None:
     experts = make(name, RECIPES[recipe][0], dtype)
@@ -127,7 +123,7 @@ def test_inductor() -> None:
     for implementation in ("grouped_mm", "qtorch"):
         torch.compiler.reset()
         wanted = run(experts, implementation, x, *where)
-        with record_kernels() as ran:
+        with qtorch.kernels.record_kernels() as ran:
             y = torch.compile(experts, fullgraph=True)(x, *where)
         assert sum(each == "cpu_experts_mm" for each in ran) == 2
         assert qtorch.compute_error(wanted, y) > 100
@@ -143,7 +139,7 @@ def test_pieces_floats_and_gradients() -> None:
     # Also beside quantized ones.
     experts, x, where = make("mixtral"), torch.randn(4, 64), routing(4)
     assert torch.equal(run(experts, "qtorch", x, *where), run(experts, "grouped_mm", x, *where))
-    experts.down_proj = nn.Parameter(RECIPES["int8"][0].apply(experts.down_proj), requires_grad=False)
+    experts.down_proj = torch.nn.Parameter(RECIPES["int8"][0].apply(experts.down_proj), requires_grad=False)
     assert torch.equal(run(experts, "qtorch", x, *where), run(experts, "grouped_mm", x, *where))
     experts, where = make("mixtral", RECIPES["int8"][0]), routing(6)
     for implementation in ("grouped_mm", "qtorch"):
@@ -175,7 +171,7 @@ def test_autocast() -> None:
     experts, x, where = make("mixtral", RECIPES["int8"][0]), torch.randn(5, 64), routing(5)
     wanted = run(experts, "qtorch", x, *where)
     for implementation in IMPLEMENTATIONS[2:]:
-        with torch.autocast("cpu", torch.bfloat16), record_kernels() as ran:
+        with torch.autocast("cpu", torch.bfloat16), qtorch.kernels.record_kernels() as ran:
             y = run(experts, implementation, x, *where)
         assert "grouped_linear:cpu_experts_mm" in ran
         assert 30 < qtorch.compute_error(wanted, y) < 70

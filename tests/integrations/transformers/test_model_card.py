@@ -20,10 +20,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from qtorch import quantize_
 from qtorch.checkpoint.formats.transformers_folder import Index, quantization_config, stored
 from qtorch.dtypes import QuantizedTensor
-from qtorch.integrations.transformers import QtorchConfig
+from qtorch.integrations.transformers import QtorchConfig, quantizer, save_pretrained
 from qtorch.integrations.transformers.loading_plan import StoredWeights
-from qtorch.integrations.transformers.quantizer import StoredNames
-from qtorch.integrations.transformers.save_pretrained import model_card
 from qtorch.recipes.base import WeightRecipe
 from tests.integrations.transformers.tiny_models import I4, I8, assert_same, build
 from tests.refusals import refuses
@@ -48,7 +46,7 @@ def test_card(tmp_path: Path) -> None:
 
     again = LlamaForCausalLM.from_pretrained(tmp_path)
     assert again.config.quantization_config.base_model == "someone/tiny-llama"
-    assert model_card(again) == model_card(model)
+    assert save_pretrained.model_card(again) == save_pretrained.model_card(model)
 
 
 @pytest.mark.parametrize("name", ["/some/folder", "", "a\nb/c", "../up"])
@@ -56,7 +54,7 @@ def test_folders_are_no_base_model(name: str) -> None:
     model = build("llama")
     model.name_or_path = name
     quantize_(model, I8)
-    assert "base_model" not in model_card(model)
+    assert "base_model" not in save_pretrained.model_card(model)
 
 
 def test_cards_and_names(tmp_path: Path) -> None:
@@ -73,7 +71,7 @@ def test_cards_and_names(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     rewrite(tmp_path, [name for name in load_file(tmp_path / "model.safetensors") if ".experts." in name])
     stored = StoredWeights([str(tmp_path / "model.safetensors")], QtorchConfig(names="checkpoint"), torch.float32)
-    names = StoredNames(stored, get_model_conversion_mapping(model), model)
+    names = quantizer.StoredNames(stored, get_model_conversion_mapping(model), model)
     names.add_tensor("target", "source", names.source_patterns[0], Future())
     other = copy.deepcopy(names)
     assert other.owners is names.owners

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("transformers")
 
 import qtorch
-from qtorch import quantize_
 from tests.integrations.transformers.tiny_models import I8, build
 
 SLOW = pytest.mark.slow
@@ -27,7 +26,7 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = build("llama")
-    quantize_(model, I8)
+    qtorch.quantize_(model, I8)
     path = tmp_path_factory.mktemp("quantized")
     model.save_pretrained(path)
     return path

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("accelerate")
 
@@ -26,11 +25,11 @@ RECIPES: dict[str, Any] = {
 }
 
 
-class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 32
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": ids, "labels": ids}
 
@@ -43,17 +42,9 @@ def prepared(recipe: Any, tied: bool) -> LlamaForCausalLM:
 
 def trainer_of(model: Any, folder: Path) -> Trainer:
     arguments = TrainingArguments(
-        str(folder),
-        max_steps=6,
-        save_steps=3,
-        logging_steps=1,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=1,
-    )
+        str(folder), max_steps=6, save_steps=3, logging_steps=1, per_device_train_batch_size=4, learning_rate=1e-2,
+        report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+    )  # fmt: skip
     return Trainer(model, arguments, train_dataset=Sentences())
 
 

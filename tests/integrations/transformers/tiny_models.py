@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers as hf
-from torch import Tensor, nn
 
 from qtorch import int4_weight_only, int8_weight_only
 from qtorch.dtypes import QuantizedTensor
@@ -60,7 +59,7 @@ def build(name: str) -> Any:
     return built(CASES[name].architecture, **CASES[name].options)[0]
 
 
-def run(name: str, model: Any) -> Tensor:
+def run(name: str, model: Any) -> torch.Tensor:
     """What the model generates; the logits of one that does not."""
     if name == "vit":
         return model(torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)).logits
@@ -68,7 +67,5 @@ def run(name: str, model: Any) -> Tensor:
     return model.generate(given, max_new_tokens=5, do_sample=False)
 
 
-def quantized_names(model: nn.Module) -> set[str]:
-    return {
-        name for name, tensor in model.named_parameters(remove_duplicate=False) if isinstance(tensor, QuantizedTensor)
-    }
+def quantized_names(model: torch.nn.Module) -> set[str]:
+    return {n for n, tensor in model.named_parameters(remove_duplicate=False) if isinstance(tensor, QuantizedTensor)}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qtorch.kernels.cpu import compiled_library
-from qtorch.kernels.cpu.build import instruction_sets
+from qtorch.kernels.cpu import build, compiled_library
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
@@ -19,7 +18,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skipif(missing, reason=f"no {name} here"), *([] if in_use else [pytest.mark.slow])]
 
 
-BUILDS = [pytest.param(name, marks=_marks(name)) for name in instruction_sets()]
+BUILDS = [pytest.param(name, marks=_marks(name)) for name in build.instruction_sets()]
 
 NEEDS_LIBRARY = pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
 

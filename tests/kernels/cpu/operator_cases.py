@@ -40,15 +40,9 @@ def embedding(ids, codes, scale, zero_point, dtype=torch.float32):
 def attention(mask=None, dtype=torch.float32, rows=1, softcap=0.0, query=None):
     query = randn(2, 4, rows, 20, dtype=dtype) if query is None else query
     return (
-        query,
-        randn(2, 2, 70, 20, dtype=dtype),
-        randn(2, 2, 70, 12, dtype=dtype),
-        mask,
-        None,
-        0.3,
-        softcap,
+        query, randn(2, 2, 70, 20, dtype=dtype), randn(2, 2, 70, 12, dtype=dtype), mask, None, 0.3, softcap,
         mask is None,
-    )
+    )  # fmt: skip
 
 
 def rows(m, value=0.05):

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from qtorch.kernels import record_kernels
-from qtorch.kernels.custom_ops import portable
+from qtorch.kernels import custom_ops, record_kernels
 from qtorch.kernels.ops.adam import Moment, adam_step
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, check_equals_the_reference, gradient, step, zeros
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
@@ -29,7 +28,7 @@ def test_a_block_that_is_lost_says_so(form: str, value: float) -> None:
     """Moments of a block with a gradient that is not finite are NaN, and no other block changes."""
     blocks = BLOCKS[2]
     results = []
-    for function in (adam_step, portable(adam_step)):
+    for function in (adam_step, custom_ops.portable(adam_step)):
         moments, weight = zeros(form, blocks, 2), torch.ones(512)
         grad = gradient(blocks, torch.float32, 1)
         grad[130] = value

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import qtorch
-from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import build, compiled_library, operators, variants
 
 pytestmark = [
@@ -39,7 +38,7 @@ def test_package(recipe, tmp_path: Path):
     for count in (2, 5, 40):
         x = torch.randn(count, 64)
         before = operators.calls()
-        with variants.force("tile"), record_kernels() as ran:  # not "float", which runs in Python
+        with variants.force("tile"), qtorch.kernels.record_kernels() as ran:  # not "float", which runs in Python
             y = package(x)
         assert operators.calls() - before == (2 if operators.attached() else 0)
         assert [name for name in ran if "." not in name] == [KERNELS[recipe]] * 2

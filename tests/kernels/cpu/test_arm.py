@@ -5,15 +5,10 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 import qtorch
-from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow
-from qtorch.kernels import record_kernels
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow, QuantSpec, compute_error
 from qtorch.kernels.cpu import build, compiled_library, variants
-from qtorch.kernels.linear import reference
-from qtorch.primitives import QuantSpec, compute_error
 from tests.kernels.cpu.emulated import INSTRUCTION_SETS, MISSING, emulate
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, weight_of
 from tests.rounding import assert_same_product
@@ -48,11 +43,11 @@ def test_int8_activations_have_the_bits_of_the_reference(instruction_set, name, 
         weight = quantized(name, activation)
         for rows, dtype in ((1, torch.float32), (3, torch.bfloat16), (19, torch.float16)):
             x = (torch.randn(rows, weight.shape[1]) + 0.3).to(dtype)
-            with emulate(instruction_set) as library, variants.force(variant), record_kernels() as ran:
-                y = functional.linear(x, weight.to(dtype))
+            with emulate(instruction_set) as library, variants.force(variant), qtorch.kernels.record_kernels() as ran:
+                y = torch.nn.functional.linear(x, weight.to(dtype))
             assert ran[-1] == f"cpu_int8_mm.{instruction_set}.{variant}"
             assert library.calls[-1] == "int8_mm"
-            assert torch.equal(y, reference.linear(x, weight.to(dtype), None))
+            assert torch.equal(y, qtorch.kernels.linear.reference.linear(x, weight.to(dtype), None))
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -63,14 +58,14 @@ def test_the_largest_codes_and_no_numbers(instruction_set):
     signs[1], signs[2, ::2] = -1, -1
     for variant in ("dot", "tile"):
         with emulate(instruction_set), variants.force(variant):
-            y = functional.linear(signs, weight)
-        assert torch.equal(y, reference.linear(signs, weight, None))
+            y = torch.nn.functional.linear(signs, weight)
+        assert torch.equal(y, qtorch.kernels.linear.reference.linear(signs, weight, None))
         assert y[0].eq(-y[1]).all()
     x = torch.randn(3, 256)
     x[1, 7] = torch.nan
     for activation in (None, TOKEN):
         with emulate(instruction_set):
-            y = functional.linear(x, quantized("int4 group", activation))
+            y = torch.nn.functional.linear(x, quantized("int4 group", activation))
         assert y[1].isnan().all()
         assert y[::2].isfinite().all()
 
@@ -82,12 +77,12 @@ def test_weight_only(instruction_set, name, variant):
     for rows, dtype in ((1, torch.float32), (2, torch.bfloat16), (6, torch.float16), (21, torch.float32)):
         weight, bias = quantized(name).to(dtype), torch.randn(37, dtype=dtype)
         x = torch.randn(rows, weight.shape[1], dtype=dtype)
-        with emulate(instruction_set) as library, variants.force(variant), record_kernels() as ran:
-            y = functional.linear(x, weight, bias)
+        with emulate(instruction_set) as library, variants.force(variant), qtorch.kernels.record_kernels() as ran:
+            y = torch.nn.functional.linear(x, weight, bias)
         assert ran[-1] == f"cpu_weight_only_mm.{instruction_set}.{variant}"
         assert library.calls[-1] == "weight_only_mm"
         real = weight.dequantize(torch.float32)
-        exact = functional.linear(x.float(), real, bias.float())
+        exact = torch.nn.functional.linear(x.float(), real, bias.float())
         if dtype == torch.float32:
             assert_same_product(y, exact, x, real, bias)
         # No bound from above: sums of dequantized weights in the order of `exact` have its bits.
@@ -99,7 +94,7 @@ def test_whole_layers(instruction_set):
     """Embeddings, convolutions on codes, and attention's and optimizers' kernels are in the same library."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        table, image = nn.Embedding(50, 64), nn.Conv2d(5, 12, 3, padding=1)
+        table, image = torch.nn.Embedding(50, 64), torch.nn.Conv2d(5, 12, 3, padding=1)
         qtorch.quantize_(table, qtorch.int4_weight_only(group_size=32), targets="all")
         recipe = qtorch.int8_dynamic_activation_int8_weight(act_granularity=qtorch.PerAxis(0))
         qtorch.quantize_(image, recipe, targets="all")
@@ -120,7 +115,7 @@ def test_each_set_runs_instructions_of_its_own(instruction_set, processor):
     """Which a processor without them refuses."""
     refused = pytest.raises(RuntimeError, match="Illegal instruction")
     with emulate(instruction_set, processor), variants.force("dot"), refused:
-        functional.linear(torch.randn(1, 256), quantized("int4 group", TOKEN))
+        torch.nn.functional.linear(torch.randn(1, 256), quantized("int4 group", TOKEN))
 
 
 def test_the_set_is_chosen_by_what_the_processor_has(monkeypatch):

@@ -9,26 +9,23 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, config, quantize_
 from qtorch.calibration import observed
 from qtorch.dtypes import AffineQuantizedTensor, ConvWeight
-from qtorch.kernels import record_kernels
 from qtorch.kernels.conv import Window, from_matrix, image_conv, multiply_windows, prepare_conv, to_matrix
-from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
 from tests.fast_part import matrix_but
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
-ASYMMETRIC = MappingType.ASYMMETRIC
-WEIGHT = QuantSpec("int8", PerRow(), quant_min=-127)
-SYMMETRIC_STATIC = QuantSpec("int8", PerTensor(), quant_min=-127)
+ASYMMETRIC = qtorch.MappingType.ASYMMETRIC
+WEIGHT = qtorch.QuantSpec("int8", qtorch.PerRow(), quant_min=-127)
+SYMMETRIC_STATIC = qtorch.QuantSpec("int8", qtorch.PerTensor(), quant_min=-127)
 STATIC = {
     "symmetric": (SYMMETRIC_STATIC, None),
-    "asymmetric": (QuantSpec("int8", PerTensor(), ASYMMETRIC, quant_min=-100, quant_max=99), -37),
+    "asymmetric": (qtorch.QuantSpec("int8", qtorch.PerTensor(), ASYMMETRIC, quant_min=-100, quant_max=99), -37),
 }
 DYNAMIC = {
-    "symmetric": QuantSpec("int8", PerAxis(0), quant_min=-127),
-    "asymmetric": QuantSpec("int8", PerAxis(0), ASYMMETRIC),
+    "symmetric": qtorch.QuantSpec("int8", qtorch.PerAxis(0), quant_min=-127),
+    "asymmetric": qtorch.QuantSpec("int8", qtorch.PerAxis(0), ASYMMETRIC),
 }
 # (channels, features, kernel, options, shape of the input): odd sizes, one pixel, channels that are no multiples of 4
 # or 16, strides, dilation, groups, depthwise, many windows.
@@ -70,18 +67,16 @@ def with_static(conv: nn.Module, name: str, scale: float = 0.03) -> nn.Module:
     """The convolution with a static activation."""
     spec, zero = STATIC[name]
     matrix = AffineQuantizedTensor.from_float(
-        to_matrix(conv.weight.detach()),
-        LinearSpec(WEIGHT, spec, static=True),
-        torch.full((1, 1), scale),
+        to_matrix(conv.weight.detach()), qtorch.LinearSpec(WEIGHT, spec, static=True), torch.full((1, 1), scale),
         None if zero is None else torch.full((1, 1), zero, dtype=torch.int8),
-    )
+    )  # fmt: skip
     conv.weight = nn.Parameter(ConvWeight.of(matrix, conv.weight.shape), False)
     return conv
 
 
-def with_dynamic(conv: nn.Module, spec: QuantSpec) -> nn.Module:
+def with_dynamic(conv: nn.Module, spec: qtorch.QuantSpec) -> nn.Module:
     """The convolution with a scale for each image."""
-    conv.weight = nn.Parameter(ConvWeight.from_float(conv.weight.detach(), LinearSpec(WEIGHT, spec)), False)
+    conv.weight = nn.Parameter(ConvWeight.from_float(conv.weight.detach(), qtorch.LinearSpec(WEIGHT, spec)), False)
     return conv
 
 
@@ -92,7 +87,7 @@ def images(shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype = tor
 
 def run(conv: nn.Module, x: Tensor, build: str) -> Tensor:
     """Its result, by a compiled kernel for the whole convolution."""
-    with record_kernels() as ran, torch.no_grad():
+    with qtorch.kernels.record_kernels() as ran, torch.no_grad():
         y = conv(x)
     depthwise = conv.groups == conv.in_channels == conv.out_channels > 1
     assert ran == ["conv:cpu_conv", "cpu_conv", f"cpu_conv.{build}.{'depthwise' if depthwise else 'dense'}"]
@@ -138,7 +133,7 @@ def test_16_bits(build: str, dtype: torch.dtype) -> None:
         assert torch.equal(run(conv, x, build), reference_conv(x, conv))
         conv = with_dynamic(make(False), DYNAMIC["asymmetric"])
         y = run(conv, x, build)
-        with compiled_library.use(None), torch.no_grad():
+        with qtorch.kernels.cpu.compiled_library.use(None), torch.no_grad():
             assert torch.equal(y, conv(x))
 
 
@@ -158,14 +153,14 @@ def test_one_axis_and_weights_alone(build: str) -> None:
         assert (y.round() == sign * 127 * 127 * 9 * (64 // groups)).all()
     # As exact as fp32, in the order of the input.
     for conv, images in every_case():
-        quantize_(conv, {"weight": qtorch.int8_weight_only()})
+        qtorch.quantize_(conv, {"weight": qtorch.int8_weight_only()})
         plain = copy.deepcopy(conv)
         plain.weight = nn.Parameter(conv.weight.dequantize())
         direct = conv.groups == 1 or conv.in_channels // conv.groups % 4 == 0
         variant = build if direct else "kept" if conv.in_channels == conv.groups else "torch"
         for order in (torch.contiguous_format, torch.channels_last):
             x = images.contiguous(memory_format=order)
-            with torch.no_grad(), record_kernels() as ran:
+            with torch.no_grad(), qtorch.kernels.record_kernels() as ran:
                 y = conv(x)
             assert ran[-1] == f"cpu_weight_only_conv.{variant}"
             torch.testing.assert_close(y.double(), plain.double()(x.double()), rtol=1e-5, atol=3e-6)
@@ -257,15 +252,15 @@ STATIC_RECIPE = qtorch.int8_static_activation_int8_weight(act_mapping_type=ASYMM
 @pytest.mark.parametrize("conv, size, recipe, kernel", [
     (nn.Conv3d(4, 4, 3), 4, qtorch.int8_static_activation_int8_weight(scale=0.03), "linear:cpu_int8_mm"),
     (nn.Conv2d(32, 8, 3), 5, qtorch.int8_dynamic_activation_int8_weight(), "linear:cpu_int8_mm"),
-    (nn.Conv3d(4, 6, 3, padding=1), 5, qtorch.int8_dynamic_activation_int8_weight(act_granularity=PerAxis(0)),
+    (nn.Conv3d(4, 6, 3, padding=1), 5, qtorch.int8_dynamic_activation_int8_weight(act_granularity=qtorch.PerAxis(0)),
      "conv:image_conv"),
     (nn.Conv2d(8, 16, 3, padding=1), 12, STATIC_RECIPE, "conv:cpu_conv"),
 ])  # fmt: skip
 def test_the_error_is_that_of_8_bits(conv: nn.Module, size: int, recipe: object, kernel: str) -> None:
     """Three axes, and a scale for each window, are products of windows; or images are, by torch operators."""
     model, x = nn.Sequential(copy.deepcopy(conv)), torch.randn(2, conv.in_channels, *[size] * len(conv.kernel_size))
-    quantize_(model, {"0": observed(recipe, [x]) if recipe is STATIC_RECIPE else recipe})
-    with record_kernels() as ran, torch.no_grad():
+    qtorch.quantize_(model, {"0": observed(recipe, [x]) if recipe is STATIC_RECIPE else recipe})
+    with qtorch.kernels.record_kernels() as ran, torch.no_grad():
         y = model(x)
     assert kernel in ran
     assert any(name.startswith("cpu_conv") for name in ran) == (kernel == "conv:cpu_conv")
@@ -281,11 +276,11 @@ def test_weight_only_by_torch() -> None:
         ((1, recipes[0]), (6, recipes[0]), (3, recipes[1])), orders
     ):
         conv = nn.Conv2d(6, 12, 3, padding=1, groups=groups).to(torch.bfloat16)
-        quantize_(conv, {"weight": recipe})
+        qtorch.quantize_(conv, {"weight": recipe})
         plain = copy.deepcopy(conv)
         plain.weight = nn.Parameter(conv.weight.dequantize())
         x = images((2, 6, 8, 7), channels_last, torch.bfloat16)
-        with config.patch(float_copy_bytes=limit), record_kernels() as ran, torch.no_grad():
+        with qtorch.config.patch(float_copy_bytes=limit), qtorch.kernels.record_kernels() as ran, torch.no_grad():
             y = conv(x)
         assert ran[-1] == f"cpu_weight_only_conv.{'kept' if groups == 6 else word}"
         torch.testing.assert_close(y, plain(x), rtol=2e-2, atol=2e-2)

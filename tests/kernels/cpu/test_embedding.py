@@ -4,18 +4,15 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerBlock, PerGroup, PerRow, PlainLayout
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.primitives import QuantSpec, ZeroPointDomain
-from tests.fast_part import matrix_but
-from tests.kernels.cpu.builds import NEEDS_LIBRARY
-from tests.kernels.cpu.test_linear import SPECS, STAND_FOR_THE_OTHERS, weights
+from tests import fast_part, rounding
+from tests.kernels.cpu import builds, test_linear
 from tests.kernels.quantized_weights import ASYMMETRIC
-from tests.rounding import same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -25,27 +22,27 @@ def table(spec: QuantSpec, shape: tuple[int, int] = (30, 64), layout: object = P
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, SPECS))
+@pytest.mark.parametrize("name", fast_part.matrix_but(test_linear.STAND_FOR_THE_OTHERS, test_linear.SPECS))
 def test_bits_of_the_dequantized_table(build, name, dtype):
-    for weight in weights(SPECS[name], dtype):
+    for weight in test_linear.weights(test_linear.SPECS[name], dtype):
         ids = torch.randint(0, weight.shape[0], (41,))
         with record_kernels() as ran:
             rows = functional.embedding(ids, weight)
         assert ran == ["embedding:cpu_embedding", "cpu_embedding", f"cpu_embedding.{build}"]
-        assert same_bits(rows, weight.dequantize()[ids]), (weight, dtype)
+        assert rounding.same_bits(rows, weight.dequantize()[ids]), (weight, dtype)
 
 
 def test_long_rows_and_views_of_a_table(build):
     for k, layout in itertools.product((2047, 2048, 2049, 5000), (PlainLayout(), PackedLayout())):
         weight = table(QuantSpec("uint4", PerRow(), ASYMMETRIC), (3, k), layout)
-        assert same_bits(functional.embedding(torch.tensor([2, 0, 1]), weight), weight.dequantize()[[2, 0, 1]])
+        assert rounding.same_bits(functional.embedding(torch.tensor([2, 0, 1]), weight), weight.dequantize()[[2, 0, 1]])
     # Some rows, or some columns, which are read where they are.
     weight = table(QuantSpec("int8"))
     for part in (weight[3:20], weight[5:6], weight[:, 7:40]):
         with record_kernels() as ran:
             rows = functional.embedding(torch.tensor([0, part.shape[0] - 1]), part)
         assert ran[-1] == f"cpu_embedding.{build}"
-        assert same_bits(rows, part.dequantize()[[0, -1]])
+        assert rounding.same_bits(rows, part.dequantize()[[0, -1]])
 
 
 @pytest.mark.parametrize("domain", list(ZeroPointDomain), ids=str)
@@ -56,7 +53,7 @@ def test_types_of_scales_and_zero_points(build, scale, domain):
     with record_kernels() as ran:
         rows = functional.embedding(torch.arange(30), weight)
     assert ran[-1] == f"cpu_embedding.{build}"
-    assert same_bits(rows, weight.dequantize())
+    assert rounding.same_bits(rows, weight.dequantize())
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -68,7 +65,7 @@ def test_ids_of_any_shape(build, dtype):
         for ids in (wide, wide[2, 3], wide.t(), wide[:, ::3], wide[:1].expand(5, 10), wide[:0], wide.view(2, 3, 2, 5)):
             rows = functional.embedding(ids, weight)
             assert rows.shape == (*ids.shape, 64)
-            assert same_bits(rows, expected[ids.long()])
+            assert rounding.same_bits(rows, expected[ids.long()])
     assert ran.count(f"cpu_embedding.{build}") == 7
 
 
@@ -86,22 +83,22 @@ def test_ids_out_of_range(build, wrong, position):
         functional.embedding(ids, weight.dequantize())
 
 
-@NEEDS_LIBRARY
+@builds.NEEDS_LIBRARY
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8 tensor", "uint4 group 32, real zero"])
 def test_torch_operators_give_the_same(name):
     """What the operator does where it cannot call the library, as in a graph that was compiled where there is one."""
-    weight = table(SPECS[name], layout=PlainLayout() if name == "int8 tensor" else PackedLayout())
+    weight = table(test_linear.SPECS[name], layout=PlainLayout() if name == "int8 tensor" else PackedLayout())
     compiled = torch.compile(lambda ids: functional.embedding(ids, weight), fullgraph=True)
     ids = torch.randint(0, 30, (4, 7))
-    assert same_bits(compiled(ids), weight.dequantize()[ids])
+    assert rounding.same_bits(compiled(ids), weight.dequantize()[ids])
     with compiled_library.use(None), record_kernels() as ran:
         rows = torch.ops.qtorch.cpu_embedding(*arguments(ids.reshape(-1), weight))
     assert ran == ["cpu_embedding", "cpu_embedding.torch"]
-    assert same_bits(rows, weight.dequantize()[ids.reshape(-1)])
+    assert rounding.same_bits(rows, weight.dequantize()[ids.reshape(-1)])
 
 
-def arguments(ids: Tensor, weight: AffineQuantizedTensor) -> tuple[object, ...]:
+def arguments(ids: torch.Tensor, weight: AffineQuantizedTensor) -> tuple[object, ...]:
     scheme = weight.scheme
     spec = scheme.weight
     numerics = (spec.dtype.name, *map(float, spec.code_range), spec.zero_point_domain.name, scheme.dtype)
@@ -122,15 +119,15 @@ def test_what_is_left_to_torch_operators():
     assert ran == ["embedding:gather_rows"]
 
 
-@NEEDS_LIBRARY
+@builds.NEEDS_LIBRARY
 def test_compiled_with_dynamic_shapes():
     """One graph for every number of ids."""
     weight = table(QuantSpec("uint4", PerGroup(32), ASYMMETRIC), layout=PackedLayout())
-    layer = nn.Embedding.from_pretrained(weight)
+    layer = torch.nn.Embedding.from_pretrained(weight)
     compiled = torch.compile(lambda ids: layer(ids) * 2, fullgraph=True, dynamic=True)
     expected = weight.dequantize() * 2
     with record_kernels() as ran:
         for shape in ((3, 4), (5, 4), (40, 7)):
             ids = torch.randint(0, 30, shape)
-            assert same_bits(compiled(ids), expected[ids])
+            assert rounding.same_bits(compiled(ids), expected[ids])
     assert ran.count("cpu_embedding") == 3

@@ -5,15 +5,13 @@ import functools
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow
+from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow, PerTensor, QuantSpec, compute_error
 from qtorch.dtypes.experts import grouped_linear, one_by_one
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, experts, variants
 from qtorch.kernels.linear import reference
 from qtorch.kernels.registry import Problem, candidates
-from qtorch.primitives import PerTensor, QuantSpec, compute_error
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, INDICES, TOKEN, of_experts, weight_of
 
@@ -159,11 +157,11 @@ def test_compiled_with_dynamic_shapes():
     for activation in ACTIVATIONS.values():
         weight = stack(SPECS["int4 group 32"], 64, 128, activation)
         graphs = CompileCounter()
-        by_group = torch.compile(functional.grouped_mm, fullgraph=True, dynamic=True, backend=graphs)
+        by_group = torch.compile(torch.nn.functional.grouped_mm, fullgraph=True, dynamic=True, backend=graphs)
         for rows in (7, 9, 40):
             x = torch.randn(rows, 128)
             y = by_group(x, weight.transpose(1, 2), offs=offsets)
-            assert torch.equal(y, functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets))
+            assert torch.equal(y, torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets))
             assert not y[7:].any()
         assert graphs.frame_count == 1
 

@@ -7,10 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch
-from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, float_copies, variants
 
 pytestmark = pytest.mark.skipif(compiled_library.library() is None, reason="nothing is built")
@@ -29,17 +27,17 @@ def _copies():
     variants.forget()
 
 
-def layer(recipe=None) -> nn.Linear:
-    made = nn.Linear(96, 64).requires_grad_(False)
+def layer(recipe=None) -> torch.nn.Linear:
+    made = torch.nn.Linear(96, 64).requires_grad_(False)
     qtorch.quantize_(made, recipe or qtorch.int4_weight_only(group_size=32))
     return made
 
 
-def runs(model: nn.Module, x: torch.Tensor) -> str:
+def runs(model: torch.nn.Module, x: torch.Tensor) -> str:
     """The last kernel."""
-    with record_kernels() as ran:
+    with qtorch.kernels.record_kernels() as ran:
         y = model(x)
-    wanted = nn.functional.linear(x, model.weight.dequantize(x.dtype), model.bias.to(x.dtype))
+    wanted = torch.nn.functional.linear(x, model.weight.dequantize(x.dtype), model.bias.to(x.dtype))
     torch.testing.assert_close(y, wanted, rtol=1e-2 if x.dtype == torch.bfloat16 else 1e-5, atol=1e-2)
     return ran[-1]
 
@@ -122,7 +120,7 @@ def test_compiled_and_from_eight_threads():
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (3, 7):
         x = torch.randn(rows, 96)
-        with record_kernels() as ran:
+        with qtorch.kernels.record_kernels() as ran:
             y = compiled(x)
         assert ran[-1] == COPY
         torch.testing.assert_close(y, model(x))

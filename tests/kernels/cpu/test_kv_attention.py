@@ -5,9 +5,8 @@ import itertools
 import pytest
 import torch
 
-from qtorch.kernels import record_kernels, registry
+from qtorch.kernels import custom_ops, record_kernels, registry
 from qtorch.kernels.cache_form import TOKENS, cache_form
-from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.kv_attention import KVAttention, attend, float_attention, kv_attention
 from qtorch.kernels.ops.quantize import quantize_keys_and_values, quantize_tokens
 from qtorch.primitives import compute_error
@@ -17,13 +16,9 @@ from tests.kernels.cpu.builds import NEEDS_LIBRARY
 from tests.refusals import refuses
 
 SHAPES = [
-    (1, 2, 4, 1, 96, 0, 128, 128),
-    (2, 3, 1, 1, 64, 5, 64, 64),
-    (1, 2, 7, 3, 1056, 33, 80, 72),
-    (2, 1, 3, 2, 32, 1, 20, 13),
-    (1, 1, 8, 1, 0, 7, 16, 16),
-    (1, 1, 2, 1, 32, 0, 1, 3),
-]
+    (1, 2, 4, 1, 96, 0, 128, 128), (2, 3, 1, 1, 64, 5, 64, 64), (1, 2, 7, 3, 1056, 33, 80, 72),
+    (2, 1, 3, 2, 32, 1, 20, 13), (1, 1, 8, 1, 0, 7, 16, 16), (1, 1, 2, 1, 32, 0, 1, 3),
+]  # fmt: skip
 
 
 def run(call):
@@ -117,7 +112,7 @@ def test_tokens_are_quantized_to_the_bits_of_the_primitives(build, dtype):
         for factor, shift in ((1, 0), (1e-3, 1), (1e3, 0), (1e-40, 0), (0, 0)):
             x = (torch.randn(2, 5, 3, width) * factor + shift).to(x_dtype).transpose(1, 2)
             x[0, 1, 2, 0], x[1, 0, 3, -1] = torch.nan, torch.inf
-            wanted = portable(quantize_tokens)(x, form)
+            wanted = custom_ops.portable(quantize_tokens)(x, form)
             with record_kernels() as ran:
                 got = quantize_tokens(x, form)
             assert ran == ["cpu_quantize_tokens", f"cpu_quantize_tokens.{build}"]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import qtorch
@@ -18,8 +17,8 @@ from qtorch.kernels.cpu import build, compiled_library, variants
 from tests.kernels.cpu.builds import LAYER, NEEDS_LIBRARY, ROOT, run
 
 
-def layer() -> nn.Linear:
-    made = nn.Linear(256, 128)
+def layer() -> torch.nn.Linear:
+    made = torch.nn.Linear(256, 128)
     qtorch.quantize_(made, qtorch.int4_weight_only(group_size=32))
     return made
 
@@ -134,7 +133,7 @@ def test_choices_and_use():
 class Embedded(Dataset):
     """Items that are computed by a quantized layer, in the worker."""
 
-    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+    def __init__(self, model: torch.nn.Module, x: torch.Tensor) -> None:
         self.model, self.x = model, x
 
     def __len__(self) -> int:

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 import qtorch
@@ -16,13 +15,9 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, int8_linear, variants, weight_only
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
-from qtorch.kernels.ops.quantize import error_norms
-from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error
-from qtorch.primitives.layouts.packed import pack_codes
-from qtorch.primitives.qdtype import qdtype
-from tests.fast_part import matrix_but
+from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error, qdtype
+from tests import fast_part, rounding
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, weight_of
-from tests.rounding import EXTRA, gamma
 
 REAL_ZERO = {"mapping": ASYMMETRIC, "zero_point_domain": ZeroPointDomain.FLOAT, "preserve_zero": False}
 OFFSET = {**REAL_ZERO, "zero_point_domain": ZeroPointDomain.OFFSET}
@@ -91,7 +86,7 @@ def weights(spec: QuantSpec, dtype: torch.dtype = torch.float32) -> list[AffineQ
     return made
 
 
-def error(y: Tensor, x: Tensor, weight: AffineQuantizedTensor) -> float:
+def error(y: torch.Tensor, x: torch.Tensor, weight: AffineQuantizedTensor) -> float:
     """Largest error, relative to what the sums are made of."""
     exact = weight.scheme.weight.dequantize(*weight.plain()).double()
     scale = weight.scale.double()
@@ -103,11 +98,11 @@ def error(y: Tensor, x: Tensor, weight: AffineQuantizedTensor) -> float:
 def tolerance(variant: str, dtype: torch.dtype, terms: int) -> float:
     """Of `error`. The order of our sums is that of the sources; torch's is its own, in F.linear, which takes a weight
     that is rounded to the dtype, too."""
-    return 2 * TOLERANCE[dtype] + gamma(terms + EXTRA) if variant == "float" else TOLERANCE[dtype]
+    return 2 * TOLERANCE[dtype] + rounding.gamma(terms + rounding.EXTRA) if variant == "float" else TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("variant", FLOAT_VARIANTS)
-@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, SPECS))
+@pytest.mark.parametrize("name", fast_part.matrix_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_against_exact_arithmetic(build, name, variant):
     with variants.force(variant):
         for weight, (rows, dtype) in itertools.product(weights(SPECS[name]), INPUTS):
@@ -133,7 +128,7 @@ def cases(name, activation):
 
 @pytest.mark.parametrize("variant", CODE_VARIANTS)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS)[:4])
-@pytest.mark.parametrize("name", matrix_but(("int8 row", "uint8 group", "int4 group", "int3 row"), OF_CODES))
+@pytest.mark.parametrize("name", fast_part.matrix_but(("int8 row", "uint8 group", "int4 group", "int3 row"), OF_CODES))
 def test_the_bits_of_the_reference(build, name, activation, variant):
     for weight, x, wanted in cases(name, activation):
         with variants.force(variant), record_kernels() as ran:
@@ -172,7 +167,7 @@ def test_views_static_activations_and_small_numbers_beside_large_ones():
     for x in (wide[:, 5:101], wide[::2, :96], torch.randn(96, 9).t(), wide[:1, :96].expand(7, 96)):
         torch.testing.assert_close(functional.linear(x, weight, bias), functional.linear(x.clone(), weight, bias))
     part = weight[3:20]
-    assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < gamma(96 + EXTRA)
+    assert error(functional.linear(wide[:, :96], part), wide[:, :96], part) < rounding.gamma(96 + rounding.EXTRA)
     # A column that no weight reads does not take the precision of the others, by one more slice or another variant.
     weight = torch.randn(40, 96)
     weight[:, 7] = 0
@@ -210,7 +205,7 @@ def test_bias(variant, activation):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, list(SPECS)[::2]))
+@pytest.mark.parametrize("name", fast_part.matrix_but(STAND_FOR_THE_OTHERS, list(SPECS)[::2]))
 def test_dequantized_slices(build, name, dtype, monkeypatch):
     """The numbers are those of `dequantize`, whatever the size of a slice."""
     for weight in weights(SPECS[name]):
@@ -227,14 +222,14 @@ def test_dequantized_slices(build, name, dtype, monkeypatch):
             torch.testing.assert_close(y.t(), wanted, rtol=1.01 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", matrix_but(STAND_FOR_THE_OTHERS, SPECS))
+@pytest.mark.parametrize("name", fast_part.matrix_but(STAND_FOR_THE_OTHERS, SPECS))
 def test_norms_of_errors(build, name):
     """In double, of numbers that are rounded to the dtype of the weight."""
     for dtype in FLOATS:
         for weight in weights(SPECS[name], dtype):
             floats = torch.randn(weight.shape).to(dtype)
             with record_kernels() as ran:
-                found = error_norms(floats, weight)
+                found = qtorch.kernels.ops.quantize.error_norms(floats, weight)
             assert ran == [f"error_norms.{build}"]
             x, y = floats.double(), weight.dequantize().double()
             torch.testing.assert_close(found.double(), torch.stack([x.norm(), (x - y).norm()]), rtol=1e-7, atol=0)
@@ -286,7 +281,7 @@ def test_channels_with_the_largest_codes(build, activation, columns):
         xs = torch.rand(6, 1)
         xz = torch.tensor([-128, 127, 127, -128, 0, 5], dtype=torch.int32).unsqueeze(1)
         xz = xz if activation == "asymmetric" else None
-        packed = pack_codes(codes, qdtype(kind))
+        packed = qtorch.primitives.layouts.packed.pack_codes(codes, qdtype(kind))
         with variants.force("channels"), record_kernels() as ran:
             y = int8_linear.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
         assert ran[-1] == f"cpu_int8_mm.{build}.channels"
@@ -312,7 +307,7 @@ def test_one_row_of_codes(build, rows_of_weight, columns, group):
     }
     for variant, (kind, all_codes), zero in itertools.product(CODE_VARIANTS, weights_of.items(), (None, zeros)):
         for codes, xq, xz in itertools.product(all_codes, inputs, (None, -128, -3, 127)):
-            packed = pack_codes(codes, qdtype(kind))
+            packed = qtorch.primitives.layouts.packed.pack_codes(codes, qdtype(kind))
             x_zero = None if xz is None else torch.full((1, 1), xz, dtype=torch.int32)
             arguments = packed, rows_of_weight, scale, zero, True, kind, torch.float32, None
             with variants.force(variant), record_kernels() as ran:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from qtorch import AffineQuantizedTensor, MappingType, PerAxis, PerBlock, ZeroPointDomain
 from qtorch.kernels import quantize_int8_rowwise, record_kernels
-from qtorch.kernels.cpu import compiled_library, variants
-from qtorch.kernels.cpu.operands import IN_FLOATS
+from qtorch.kernels.cpu import compiled_library, operands, variants
 from qtorch.kernels.custom_ops import portable
 from qtorch.kernels.ops.block_mm import int8_block_mm
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm, int8_product, int8_rows_product
@@ -179,7 +178,7 @@ def test_what_runs_in_torch() -> None:
         torch.compile(lambda x: quantize_rows(x, spec)[0], backend="eager", fullgraph=True)(x.detach())
     assert ran == []
     # Products of fours of codes, or of floats that hold their sums.
-    for size in (2048,) if compiled_library.library().instruction_set in IN_FLOATS else (3, 2048):
+    for size in (2048,) if compiled_library.library().instruction_set in operands.IN_FLOATS else (3, 2048):
         with record_kernels() as ran:
             int8_block_mm(codes(8, size), scale(8, 1), codes(8, size), scale(8, 1), torch.float32)
         assert ran[:2] == ["int8_block_mm", "int8_block_mm.torch"]
@@ -222,12 +221,9 @@ def same(ours: Tensor, reference: Tensor) -> bool:
 
 # (M, N, groups of x, groups of w, size of the smaller ones, rows of x and of w that share a scale)
 BLOCKS = [
-    (64, 96, 3, 3, 32, 32, 32),
-    (1, 1, 1, 2, 4, 1, 1),
-    (7, 35, 4, 2, 12, 1, 5),
-    (130, 33, 2, 6, 20, 10, 1),
+    (64, 96, 3, 3, 32, 32, 32), (1, 1, 1, 2, 4, 1, 1), (7, 35, 4, 2, 12, 1, 5), (130, 33, 2, 6, 20, 10, 1),
     (64, 16, 2, 2, 1024, 64, 16),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BLOCKS)
@@ -257,7 +253,7 @@ def test_one_scale_a_row(build: str, shape: tuple[int, int, int]) -> None:
             with record_kernels() as ran:
                 ours = int8_product(a, xs, None, b, ws, None, -1, dtype)
             variant = variants.choose(build, variants.key_of("int8", False, False, n * k), m)
-            in_block = k <= 1024 and build in IN_FLOATS
+            in_block = k <= 1024 and build in operands.IN_FLOATS
             direct = k >= 32 and all(t.is_contiguous() for t in (a, b, ws)) and len(xs) == m and variant != "torch"
             sums = ["int_matmul", f"int8_block_mm.{build}"] if in_block else [f"scale_sums.{build}", "int_matmul"]
             direct = direct and not (in_block and m > 64)

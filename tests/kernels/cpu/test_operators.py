@@ -5,13 +5,11 @@ import signal
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import build, compiled_library, operators, variants
+from qtorch.kernels.cpu import build, compiled_library, int8_linear, operators, variants
 from qtorch.kernels.cpu.embedding import cpu_embedding
-from qtorch.kernels.cpu.int8_linear import cpu_int8_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 from qtorch.kernels.ops.kv_attention import float_attention
 from tests.kernels.cpu.builds import NEEDS_LIBRARY, run
@@ -35,7 +33,7 @@ def ran_here(function, *args):
 @pytest.mark.parametrize("variant", ["dot", "tile", "fixed", None])
 def test_the_same_bits_and_the_same_kernel(case, variant):
     operation, args = CALLS[case]
-    if variant == "fixed" and operation is cpu_int8_mm:
+    if variant == "fixed" and operation is int8_linear.cpu_int8_mm:
         pytest.skip("x is in codes")
     overload = getattr(OPS, operation.__name__).default
     with variants.force(variant) if variant else torch.no_grad():
@@ -53,17 +51,15 @@ def test_the_same_bits_and_the_same_kernel(case, variant):
 
 
 RECIPES = [
-    qtorch.int8_weight_only(),
-    qtorch.int4_weight_only(group_size=32),
-    qtorch.int8_dynamic_activation_int8_weight(),
+    qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=32), qtorch.int8_dynamic_activation_int8_weight(),
     qtorch.int8_dynamic_activation_int4_weight(),
-]
+]  # fmt: skip
 
 
 @NEEDS_OPERATORS
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_compiled_graphs_run_without_python(recipe):
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).requires_grad_(False)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 32)).requires_grad_(False)
     qtorch.quantize_(model, recipe)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     with variants.force("tile"):
@@ -169,7 +165,7 @@ def test_schemas_agree_and_the_path_is_given():
     schemas = {schema.partition("(")[0]: f"qtorch::{schema}" for schema in operators._schemas(library)}
     assert schemas == {
         operation.__name__: str(getattr(OPS, operation.__name__).default._schema)
-        for operation in (cpu_weight_only_mm, cpu_int8_mm, cpu_embedding, float_attention)
+        for operation in (cpu_weight_only_mm, int8_linear.cpu_int8_mm, cpu_embedding, float_attention)
     }
 
 

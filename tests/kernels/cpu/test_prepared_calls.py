@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.nn import functional
 
 import qtorch
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, linear, register_aqt_quantized_linear_dispatch
@@ -103,7 +102,7 @@ def test_images_of_one_pixel_and_one_feature(name):
         model = nn.Conv2d(8, features, 3).requires_grad_(False)
         qtorch.quantize_(model, {"weight": OF_CONVOLUTIONS[name]})
         x = torch.randn(2, 8, size, size).contiguous(memory_format=torch.channels_last)
-        wanted = functional.conv2d(x, model.weight.dequantize(), model.bias)
+        wanted = nn.functional.conv2d(x, model.weight.dequantize(), model.bias)
         for y in (model(x), model(x), model(x.contiguous()), model(x.contiguous())):
             assert qtorch.compute_error(wanted, y) > 20
 
@@ -139,7 +138,7 @@ def test_other_calls_of_a_convolution_take_the_full_path(name, groups, looked_up
     looked_up.clear()
     sizes = {"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": groups}
     for options in (sizes, {"padding": "same", "groups": groups}):
-        assert torch.equal(functional.conv2d(x, model.weight, model.bias, **options), y)
+        assert torch.equal(nn.functional.conv2d(x, model.weight, model.bias, **options), y)
     grown = x.clone().requires_grad_()
     model(grown).sum().backward()
     assert grown.grad is not None
@@ -150,7 +149,7 @@ def test_other_calls_of_a_convolution_take_the_full_path(name, groups, looked_up
         with pytest.raises((ValueError, TypeError)):
             model(wrong)
     with pytest.raises((ValueError, TypeError)):
-        functional.conv1d(x, model.weight, model.bias, (1,), (1,), (1,), groups)
+        nn.functional.conv1d(x, model.weight, model.bias, (1,), (1,), (1,), groups)
 
 
 @pytest.mark.parametrize("make, x, name", [
@@ -170,7 +169,7 @@ def test_copies_have_none_of_it(make: Callable[[], nn.Module], x: Tensor, name: 
 def test_settings_and_written_codes(looked_up):
     weight = layer().weight
     weight.fast_linear = None
-    assert torch.equal(X @ weight.t(), functional.linear(X, weight))
+    assert torch.equal(X @ weight.t(), nn.functional.linear(X, weight))
     looked_up.clear()
     model = layer()
     with qtorch.config.patch(float_copy_bytes=1 << 20):
@@ -223,7 +222,7 @@ def _gradient(model: nn.Linear) -> None:
 
 def _gradient_of_bias(model: nn.Linear) -> None:
     bias = model.bias.clone().requires_grad_()
-    functional.linear(X, model.weight, bias).sum().backward()
+    nn.functional.linear(X, model.weight, bias).sum().backward()
     assert torch.equal(bias.grad, torch.full((40,), 3.0))
 
 
@@ -240,7 +239,7 @@ def _other_library(model: nn.Linear) -> None:
 
 
 def _bias_and_strides(model: nn.Linear) -> None:
-    assert functional.linear(X, model.weight, model.bias.double()).dtype == torch.float64
+    assert nn.functional.linear(X, model.weight, model.bias.double()).dtype == torch.float64
     assert torch.equal(model(X.t().contiguous().t()), model(X))
 
 
@@ -263,7 +262,7 @@ def test_inputs_that_are_refused():
         (ValueError, "does not fit", torch.tensor(1.0)),
         (ValueError, "the input is on meta", X.to("meta")),
     ):
-        refuses(message, lambda x=x: functional.linear(x, model.weight, model.bias), error)
+        refuses(message, lambda x=x: nn.functional.linear(x, model.weight, model.bias), error)
         assert torch.equal(model(X), wanted)
 
 

@@ -10,11 +10,10 @@ from typing import get_type_hints
 import pytest
 
 from qtorch.kernels.cpu import build, compiled_library, conv_codes, structs
-from qtorch.kernels.cpu.build import SOURCES
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
 
 SIZE = 8
-DECLARED = "".join(re.sub(r"//.*", "", path.read_text()) for path in SOURCES.glob("*.[ch]*"))
+DECLARED = "".join(re.sub(r"//.*", "", path.read_text()) for path in build.SOURCES.glob("*.[ch]*"))
 
 
 def declared(name: str) -> list[tuple[str, str]]:
@@ -78,11 +77,9 @@ def has_sanitizers() -> bool:
 @pytest.mark.skipif(not has_sanitizers(), reason="needs gcc and its address sanitizer")
 def test_no_errors():
     script = Path(__file__).with_name("sanitize.sh")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment |= {"SANITIZE_SETS": compiled_library.library().instruction_set, "SANITIZE_ONCE": "1"}
-    environment["SANITIZE_SECONDS"] = "2400"
-    done = subprocess.run(
-        ["bash", script, sys.executable], env=environment, capture_output=True, text=True, check=False
-    )
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    settings |= {"SANITIZE_SETS": compiled_library.library().instruction_set, "SANITIZE_ONCE": "1"}
+    settings["SANITIZE_SECONDS"] = "2400"
+    done = subprocess.run(["bash", script, sys.executable], env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " passed" in done.stdout

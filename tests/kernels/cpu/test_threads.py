@@ -4,18 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, BlockSparseLayout, LinearSpec, MappingType, PackedLayout, PerGroup, PerToken
 from qtorch.dtypes.experts import grouped_linear
 from qtorch.kernels.cache_form import cache_form
 from qtorch.kernels.custom_ops import portable
+from qtorch.kernels.ops import block_mm, quantize, weight_only_mm
 from qtorch.kernels.ops.adam import adam_step
-from qtorch.kernels.ops.block_mm import int8_block_mm
 from qtorch.kernels.ops.kv_attention import kv_attention
-from qtorch.kernels.ops.quantize import quantize_keys_and_values, quantize_rows, quantize_weight
-from qtorch.kernels.ops.weight_only_mm import dequantize_codes
 from qtorch.primitives import QuantSpec, prune_blocks
 from qtorch.training.engine.numerics import float8, int8
 from tests.kernels.adam_cases import ALL_FORMS, BLOCKS, gradient, step, tensors, zeros
@@ -25,7 +21,7 @@ pytestmark = NEEDS_LIBRARY
 
 TOKEN = QuantSpec("int8", PerToken(), quant_min=-127)
 UINT4 = QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC)
-Product = Callable[[], list[Tensor]]
+Product = Callable[[], list[torch.Tensor]]
 """Computes something of tensors that it was made with."""
 
 
@@ -33,7 +29,7 @@ def linear(shape: tuple[int, int], activation: QuantSpec | None, layout: object,
     values = prune_blocks(torch.randn(shape), 32, 0.6) if isinstance(layout, BlockSparseLayout) else torch.randn(shape)
     weight = AffineQuantizedTensor.from_float(values, LinearSpec(spec, activation, layout=layout))
     inputs = [torch.randn(rows, shape[1]) for rows in (1, 5, 40)]
-    return lambda: [functional.linear(x, weight) for x in inputs]
+    return lambda: [torch.nn.functional.linear(x, weight) for x in inputs]
 
 
 def experts(activation: QuantSpec | None) -> Product:
@@ -48,26 +44,26 @@ def experts(activation: QuantSpec | None) -> Product:
 def embedding() -> Product:
     table = AffineQuantizedTensor.from_float(torch.randn(500, 384), LinearSpec(UINT4, layout=PackedLayout()))
     ids = [torch.randint(0, 500, (count,)) for count in (1, 100, 3000)]
-    return lambda: [functional.embedding(each, table) for each in ids]
+    return lambda: [torch.nn.functional.embedding(each, table) for each in ids]
 
 
 def operands(spec: QuantSpec) -> Product:
     x = torch.randn(300, 700).t()
 
-    def run() -> list[Tensor]:
-        codes, scale, _ = quantize_rows(x, spec)
+    def run() -> list[torch.Tensor]:
+        codes, scale, _ = quantize.quantize_rows(x, spec)
         about = (spec.dtype, *spec.code_range, spec.zero_point_domain, torch.float32)
-        return [codes, scale, dequantize_codes(codes, scale, None, *about)]
+        return [codes, scale, weight_only_mm.dequantize_codes(codes, scale, None, *about)]
 
     return run
 
 
 def weights() -> Product:
     weight = torch.randn(301, 96)
-    wanted = list(portable(quantize_weight)(weight, UINT4))
+    wanted = list(portable(quantize.quantize_weight)(weight, UINT4))
 
-    def run() -> list[Tensor]:
-        found = list(quantize_weight(weight, UINT4))
+    def run() -> list[torch.Tensor]:
+        found = list(quantize.quantize_weight(weight, UINT4))
         assert all(map(torch.equal, found, wanted))
         return found
 
@@ -77,14 +73,14 @@ def weights() -> Product:
 def blocks() -> Product:
     x, w = (torch.randint(-128, 128, (n, 256), dtype=torch.int8) for n in (300, 200))
     xs, ws = torch.rand(300, 8), torch.rand(200, 8)
-    return lambda: [int8_block_mm(x, xs, w, ws, torch.float32)]
+    return lambda: [block_mm.int8_block_mm(x, xs, w, ws, torch.float32)]
 
 
 def adam(form: str) -> Product:
     of_blocks = BLOCKS[0]._replace(rows=700)
     grad = gradient(of_blocks, torch.float32, 1)
 
-    def run() -> list[Tensor]:
+    def run() -> list[torch.Tensor]:
         moments, weight = zeros(form, of_blocks, 2), torch.ones(of_blocks.rows * of_blocks.length)
         adam_step(weight, grad, moments, of_blocks, step(form, 1))
         return [weight, *tensors(moments)]
@@ -93,7 +89,7 @@ def adam(form: str) -> Product:
 
 
 def attention() -> Product:
-    keys, values = quantize_keys_and_values(*torch.randn(2, 1, 2, 3000, 64), cache_form("int8", "int8", 0))
+    keys, values = quantize.quantize_keys_and_values(*torch.randn(2, 1, 2, 3000, 64), cache_form("int8", "int8", 0))
     query, nothing = torch.randn(1, 8, 1, 64), (None, None, None)
     about = ("int8", "int8", 0, 64, 0.125, 0.0, False)
     return lambda: [kv_attention(query, list(keys), list(values), [], *nothing, *about)]

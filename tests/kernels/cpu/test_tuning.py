@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import qtorch
 from qtorch.kernels.cpu import compiled_library, tuning, variants
@@ -110,7 +109,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @NEEDS_LIBRARY
 @pytest.mark.usefixtures("elsewhere")
 def test_reports_say_it_once() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     report = qtorch.quantize_(model, qtorch.int8_weight_only())
     assert str(report).count("tune_cpu") == 1
     assert str(report).splitlines()[-1] == report.advice[0] == report.to_json()["advice"][0]
@@ -126,7 +125,7 @@ def test_reports_do_not_say_it_where_it_was_measured() -> None:
     table = {"float32 plain rows small": [[None, "dot"]]}
     variants._loaded[compiled_library.library().instruction_set] = {variants.processor_kind(): table}
     variants.forget()
-    model = nn.Linear(64, 64)
+    model = torch.nn.Linear(64, 64)
     assert qtorch.quantize_(model, qtorch.int8_weight_only()).advice == ()
     assert "tune_cpu" not in str(qtorch.explain(model))
 

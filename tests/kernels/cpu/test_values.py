@@ -4,14 +4,11 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from qtorch import CodebookSpec, LinearSpec, MappingType, PackedLayout, PlainLayout, QuantSpec
 from qtorch.checkpoint.formats.gguf.block_types import TYPES
-from qtorch.dtypes import AffineQuantizedTensor, LUTQuantizedTensor
-from qtorch.dtypes.base import quantized_type
-from qtorch.dtypes.codebook_tensor import nf4_spec
+from qtorch.dtypes import AffineQuantizedTensor, LUTQuantizedTensor, codebook_tensor, quantized_type
 from qtorch.dtypes.experts import grouped_linear
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, variants, weight_only
@@ -19,9 +16,8 @@ from qtorch.kernels.cpu.code_values import FLOATS, CodeValues, QuantizedScales
 from qtorch.kernels.cpu.weight_only import cpu_double_quantized_mm
 from qtorch.primitives import NF4_TABLE, PerGroup, PerRow, ZeroPointDomain, nvfp4_spec, qdtype
 from qtorch.primitives.layouts.packed import can_pack_bits
-from tests.fast_part import matrix_but
+from tests import fast_part, rounding
 from tests.kernels.cpu.builds import NEEDS_LIBRARY
-from tests.rounding import assert_same_product
 
 TABLES = {
     "NF4": CodebookSpec("uint4", PerGroup(64), NF4_TABLE),
@@ -33,15 +29,13 @@ TABLES = {
 }
 INT8 = QuantSpec("int8", PerGroup(256), quant_min=-127)
 DOUBLE = {
-    "NF4, twice quantized": nf4_spec(64, 256),
+    "NF4, twice quantized": codebook_tensor.nf4_spec(64, 256),
     "3 bits, twice quantized": CodebookSpec(
         "uint3", PerGroup(32), TABLES["one table of 3 bits"].table, scale_spec=INT8
     ),
     "NVFP4": nvfp4_spec(),
     "int4, twice quantized": QuantSpec("int4", PerGroup(64), zero_point_domain=ZeroPointDomain.NONE, scale_spec=INT8),
-    "uint3 with zero points, twice quantized": QuantSpec(
-        "uint3", PerGroup(32), MappingType.ASYMMETRIC, scale_spec=INT8
-    ),
+    "uint3 with zeros, twice quantized": QuantSpec("uint3", PerGroup(32), MappingType.ASYMMETRIC, scale_spec=INT8),
 }
 BLOCKS = {kind.name: kind for kind in TYPES.values() if getattr(kind.spec, "scale_spec", None) is not None}
 """Of GGUF: scales of both signs, and quantized zero points."""
@@ -49,7 +43,7 @@ SHAPES = [(37, 192), (6, 1024), (5, 544)]
 """(N, K): whole vectors of a packed run in the second alone, less than one in the first; the last has half a vector."""
 
 
-def of_blocks(name: str, n: int, k: int) -> Tensor:
+def of_blocks(name: str, n: int, k: int) -> torch.Tensor:
     """A weight (n, k) of random blocks without infinite numbers."""
     kind, count = BLOCKS[name], n * k // BLOCKS[name].size
     data = torch.randint(256, (2 * count, kind.nbytes), dtype=torch.uint8)
@@ -57,7 +51,7 @@ def of_blocks(name: str, n: int, k: int) -> Tensor:
     return kind.tensor(data[(numbers.abs() < 1e6).all(1)][:count].reshape(-1), (n, k))
 
 
-def weights(name: str) -> list[Tensor]:
+def weights(name: str) -> list[torch.Tensor]:
     if name in TABLES or name in DOUBLE:
         spec = (TABLES | DOUBLE)[name]
         size = getattr(spec.granularity, "group_size", 1)
@@ -65,9 +59,7 @@ def weights(name: str) -> list[Tensor]:
     if name in BLOCKS:
         return [of_blocks(name, 40, 1024)]
     layouts = [PlainLayout(), PackedLayout()] if can_pack_bits(qdtype(name)) else [PlainLayout()]
-    specs = [
-        QuantSpec(name, granularity, zero_point_domain=ZeroPointDomain.NONE) for granularity in (PerRow(), PerGroup(32))
-    ]
+    specs = [QuantSpec(name, g, zero_point_domain=ZeroPointDomain.NONE) for g in (PerRow(), PerGroup(32))]
     return [
         AffineQuantizedTensor.from_float(torch.randn(n, k), LinearSpec(spec, layout=layout))
         for spec, layout, (n, k) in itertools.product(specs, layouts, SHAPES)
@@ -95,7 +87,7 @@ FAST = (FLOATS[0], "float4_e2m1", "NF4", "tables of 5 bits", "NF4, twice quantiz
 
 
 @pytest.mark.parametrize("variant", ["dot", "fixed", "tile", "float"])
-@pytest.mark.parametrize("name", matrix_but(FAST, KERNELS))
+@pytest.mark.parametrize("name", fast_part.matrix_but(FAST, KERNELS))
 def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
     kernel = KERNELS[name]
     with variants.force(variant):
@@ -106,7 +98,7 @@ def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
                 with record_kernels() as ran:
                     y = functional.linear(x, weight, bias)
                 assert ran[-1] == f"{kernel}.{build}.{variant}"
-                assert_same_product(y, functional.linear(x, exact, bias), x, exact, bias)
+                rounding.assert_same_product(y, functional.linear(x, exact, bias), x, exact, bias)
 
 
 @pytest.mark.parametrize("integers", [range(1, 32, 2), range(16)], ids=str)
@@ -120,10 +112,10 @@ def test_sums_of_the_largest_products(build: str, integers: range) -> None:
     with variants.force("fixed"), record_kernels() as ran:
         y = functional.linear(x, weight)
     assert ran[-1] == f"cpu_lut_mm.{build}.fixed"
-    assert_same_product(y, functional.linear(x, exact), x, exact)
+    rounding.assert_same_product(y, functional.linear(x, exact), x, exact)
 
 
-@pytest.mark.parametrize("name", matrix_but(FAST, KERNELS))
+@pytest.mark.parametrize("name", fast_part.matrix_but(FAST, KERNELS))
 def test_gradients_against_exact_arithmetic(build: str, name: str) -> None:
     for weight in weights(name):
         exact, (n, k) = weight.dequantize(), weight.shape
@@ -132,7 +124,7 @@ def test_gradients_against_exact_arithmetic(build: str, name: str) -> None:
         with record_kernels() as ran:
             y.backward(grad)
         assert ran[-1] == f"cpu_transposed_mm.{build}"
-        assert_same_product(x.grad, grad @ exact, grad, exact.t())
+        rounding.assert_same_product(x.grad, grad @ exact, grad, exact.t())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -189,7 +181,7 @@ def test_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with variants.force("float"), record_kernels() as ran:
         y = functional.linear(x, weight)
     assert ran[-1].endswith(".float")
-    assert_same_product(y, functional.linear(x, exact), x, exact)
+    rounding.assert_same_product(y, functional.linear(x, exact), x, exact)
 
 
 @NEEDS_LIBRARY

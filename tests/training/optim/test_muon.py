@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
@@ -18,7 +17,7 @@ from tests.training.small_model import make_model, muon, parameters_of, train
 GROUP = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
 
 
-def step(weights: list[nn.Parameter], optimizers: list[Any], seed: int) -> None:
+def step(weights: list[torch.nn.Parameter], optimizers: list[Any], seed: int) -> None:
     grad = torch.randn(weights[0].shape, generator=torch.Generator().manual_seed(seed)) + 0.3
     for weight, optimizer in zip(weights, optimizers, strict=True):
         weight.grad = grad.to(weight.dtype)
@@ -30,7 +29,7 @@ def step(weights: list[nn.Parameter], optimizers: list[Any], seed: int) -> None:
 def test_numbers_of_torch(shape: tuple[int, int], more: dict[str, Any]) -> None:
     """To the bit with fp32 momentum, and nearly so in 8 bits; a checkpoint of torch goes on."""
     start = torch.randn(shape)
-    weights = [nn.Parameter(start.clone()) for _ in range(4)]
+    weights = [torch.nn.Parameter(start.clone()) for _ in range(4)]
     optimizers = [torch.optim.Muon(weights[:1], lr=0.02, weight_decay=0.3, **more)]
     for weight, bits in zip(weights[1:], (32, 8, 4), strict=True):
         optimizers.append(Muon8bit([weight], lr=0.02, weight_decay=0.3, optim_bits=bits, **more))
@@ -42,7 +41,7 @@ def test_numbers_of_torch(shape: tuple[int, int], more: dict[str, Any]) -> None:
     held = optimizers[2].state[weights[2]]["momentum_buffer"]
     assert isinstance(held, BlockedTensor)
     assert held.nbytes < 1.2 * start.numel()
-    other = nn.Parameter(weights[0].detach().clone())
+    other = torch.nn.Parameter(weights[0].detach().clone())
     resumed = Muon8bit([other], optim_bits=32)
     resumed.load_state_dict(through_file(optimizers[0].state_dict()))
     step([weights[0], other], [optimizers[0], resumed], 7)
@@ -98,18 +97,18 @@ def test_models_learn_with_int8_products() -> None:
 
 def test_bf16_offload_and_refusals() -> None:
     """Rounding at random is right on average: steps far below one of bf16 add up."""
-    weight = nn.Parameter(torch.full((64, 128), 16.0, dtype=torch.bfloat16))
+    weight = torch.nn.Parameter(torch.full((64, 128), 16.0, dtype=torch.bfloat16))
     optimizer = Muon8bit([weight], lr=0.05, weight_decay=0.0, bf16_stochastic_round=True)
-    exact = nn.Parameter(weight.detach().float())
+    exact = torch.nn.Parameter(weight.detach().float())
     twin = Muon8bit([exact], lr=0.05, weight_decay=0.0)
     for seed in range(8):
         step([weight, exact], [optimizer, twin], seed)
     moved, wanted = weight.detach().float().mean() - 16, exact.detach().mean() - 16
     assert moved == pytest.approx(wanted.item(), abs=0.2 * abs(wanted.item()))
-    layer = nn.Linear(64, 64, bias=False)
+    layer = torch.nn.Linear(64, 64, bias=False)
     train_on = CPUOffloadOptimizer(layer.parameters(), Muon8bit, lr=1e-2)
     layer(torch.randn(4, 64)).sum().backward()
     train_on.step()
-    refuses('others in a group with "use_muon": False, got shape', lambda: Muon8bit([torch.ones(8)]))
+    refuses('others in a group of "use_muon": False, got shape', lambda: Muon8bit([torch.ones(8)]))
     refuses("momentum is at least 0 and less than 1", lambda: Muon8bit([torch.ones(2, 2)], momentum=1.0))
     refuses("'match_rms_adamw', got 0.95 and 'x'", lambda: Muon8bit([torch.ones(2, 2)], adjust_lr_fn="x"))

@@ -5,17 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
-from qtorch.training import CodesWeight, int8_weight_only_quantized_training
-from qtorch.training.optim import AdamW8bit, QGaLoreAdamW8bit
+from qtorch.training import AdamW8bit, CodesWeight, QGaLoreAdamW8bit, int8_weight_only_quantized_training
 from qtorch.training.optim.qgalore import orthonormal, rotated, stored, top_directions
 from tests.training.small_model import cosine, make_model, parameters_of, train
 
 
-def basis(rank: int, width: int, seed: int = 0) -> Tensor:
+def basis(rank: int, width: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.linalg.qr(torch.randn(width, rank, generator=generator))[0].T.contiguous()
 
@@ -33,7 +31,7 @@ def test_directions_and_updates() -> None:
     cosine_of_first = (found[0] @ raw[0]) / raw[0].norm()
     assert cosine_of_first == pytest.approx(1, abs=1e-5)
     # With scale 1 and all directions of the gradient, the first update has Adam's size along each.
-    weight = nn.Parameter(torch.zeros(80, 64))
+    weight = torch.nn.Parameter(torch.zeros(80, 64))
     optimizer = QGaLoreAdamW8bit([weight], lr=1e-2, rank=1, scale=1.0, weight_decay=0)
     left, right = torch.randn(80, 1), torch.randn(1, 64)
     weight.grad = left @ right
@@ -63,7 +61,7 @@ def test_moments_turn_and_arguments() -> None:
     assert (rotated(same, True, old, new) >= 0).all()
     for name in ("update_proj_gap", "queue_size", "gamma_proj", "rank"):
         with pytest.raises(ValueError, match=f"{name} is at least 1"):
-            QGaLoreAdamW8bit([nn.Parameter(torch.ones(8, 8))], **{name: 0})
+            QGaLoreAdamW8bit([torch.nn.Parameter(torch.ones(8, 8))], **{name: 0})
     model = make_model()
     before = parameters_of(model)
     optimizer = QGaLoreAdamW8bit(model.parameters(), rank=64)
@@ -72,7 +70,7 @@ def test_moments_turn_and_arguments() -> None:
     assert not any(map(torch.equal, before, parameters_of(model)))
 
 
-def groups(model: nn.Module, rank: int = 16, **more: Any) -> list[dict[str, Any]]:
+def groups(model: torch.nn.Module, rank: int = 16, **more: Any) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     return [{"params": matrices, "rank": rank, **more}, {"params": [p for p in model.parameters() if p.dim() != 2]}]
 
@@ -86,7 +84,7 @@ def test_states_and_int8() -> None:
     assert optimizer.state[tall]["projector"].shape == (40, 64)
     assert optimizer.state[wide]["exp_avg"].shape == (130, 40), "the long side is not projected"
     for state in optimizer.state.values():
-        assert all(isinstance(value, Tensor) for value in state.values())
+        assert all(isinstance(value, torch.Tensor) for value in state.values())
     assert isinstance(optimizer.state[tall]["exp_avg"], BlockedTensor)
     assert not isinstance(optimizer.state[model[0].bias]["exp_avg"], BlockedTensor)
     assert "projector" not in optimizer.state[model[0].bias]
@@ -111,7 +109,7 @@ def test_states_and_int8() -> None:
 
 def test_gaps() -> None:
     """The same gradient each time: the direction stays, whatever its sign, and the gap doubles with a full queue."""
-    weight = nn.Parameter(torch.randn(64, 80))
+    weight = torch.nn.Parameter(torch.randn(64, 80))
     optimizer = QGaLoreAdamW8bit([{"params": [weight], "rank": 4}], update_proj_gap=2, queue_size=3)
     grad = torch.randn(64, 1) @ torch.randn(1, 80) + 0.01 * torch.randn(64, 80)
     seen = []
@@ -123,7 +121,7 @@ def test_gaps() -> None:
     changes = [b for a, b in itertools.pairwise(seen) if a[1:] != b[1:]]
     # Projections at steps 1, 3, 5, 7 (the third comparison: the gap is 4, the queue empty), 11, 15, 19.
     assert changes == [(3, 2, 1), (5, 2, 2), (7, 4, 0), (11, 4, 1), (15, 4, 2), (19, 8, 0)]
-    weight = nn.Parameter(torch.randn(64, 80))
+    weight = torch.nn.Parameter(torch.randn(64, 80))
     optimizer = QGaLoreAdamW8bit([weight], rank=4, update_proj_gap=1, queue_size=3)
     for _ in range(12):
         weight.grad = torch.randn(64, 80)

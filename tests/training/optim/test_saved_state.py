@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from qtorch import quantize_
 from qtorch.dtypes.blocked_tensor import BlockedTensor
@@ -19,7 +18,7 @@ from tests.training.small_model import ALL, cosine, loss_of, make_model, muon, p
 STEPS, CUT = 8, 5
 
 
-def qgalore(parameters: Iterable[nn.Parameter], **arguments: Any) -> torch.optim.Optimizer:
+def qgalore(parameters: Iterable[torch.nn.Parameter], **arguments: Any) -> torch.optim.Optimizer:
     return optim.QGaLoreAdamW8bit(parameters, rank=16, update_proj_gap=3, **arguments)
 
 
@@ -43,7 +42,7 @@ def test_resuming_changes_nothing(name: str, dtype: torch.dtype, monkeypatch: py
     if "copied" in name:  # as if parameters were on another device
         monkeypatch.setattr(optim.CPUOffloadOptimizer, "_offloads", lambda self, p: p.numel() >= self._minimal_size)
 
-    def start() -> tuple[nn.Module, Any, Any]:
+    def start() -> tuple[torch.nn.Module, Any, Any]:
         model = make_model(dtype, seed=3)
         if "codes" in name:
             quantize_(model, int8_weight_only_quantized_training())
@@ -160,13 +159,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict
     return {"offload_gradients": request.param == "gradients offloaded"}
 
 
-def clip(model: nn.Module, optimizer: Any) -> torch.Tensor:
+def clip(model: torch.nn.Module, optimizer: Any) -> torch.Tensor:
     if isinstance(optimizer, CPUOffloadOptimizer):
         return optimizer.clip_grad_norm_(0.1)
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def run(model: nn.Module, optimizer: Any, steps: range, scheduler: Any) -> None:
+def run(model: torch.nn.Module, optimizer: Any, steps: range, scheduler: Any) -> None:
     """Each step adds the gradients of two batches and clips them."""
     for step in steps:
         optimizer.zero_grad()
@@ -208,7 +207,7 @@ def test_gradients_leave_the_device_and_the_norm(way: dict[str, Any]) -> None:
     optimizer = CPUOffloadOptimizer(model.parameters(), AdamW8bit, **way)
     for m in (model, reference):
         loss_of(m, 0).backward()
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
     torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), expected)
 
 

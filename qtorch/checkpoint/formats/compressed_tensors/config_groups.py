@@ -116,13 +116,9 @@ def _group(entry: Any, overall: Any) -> tuple[list[str], Group]:
 
 
 JOINED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-)
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
+)  # fmt: skip
 """Last names of modules that read one input, in the order of their calls; vLLM joins them into one."""
 
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.\d+\.(?P<projection>[^.]+)")

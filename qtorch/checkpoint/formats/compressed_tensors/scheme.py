@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from ....dtypes import ConvWeight, LowRankWeight, PackedLayout, PaddedWeight, QuantizedTensor, TransposedWeight
-from ....primitives import CodebookSpec, LinearSpec, MappingType, QuantSpec, ZeroPointDomain
+from ....primitives import CodebookSpec, LinearSpec, MappingType, QuantSpec, ZeroPointDomain, qdtype
 from ....primitives.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
-from ....primitives.qdtype import qdtype
 from ....primitives.spec import NVFP4_BLOCK, mx_spec, nvfp4_spec
 from ..blocks import integer_spec, symmetric_spec
 

@@ -9,13 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ....primitives.files import naming
 from ....primitives.spec import Scheme
+from ... import sources, tensor_file
 from ...hf_folder import FolderSource, HFFolder, Parts, StoredWeight
-from ...sources import register_source
-from ...tensor_file import Stored
 from ..blocks import FLOATS, dense_words, multiplier_of, padded_words, unpack_either, unpack_nibbles
 from .config_groups import METHOD, Config
 from .scheme import Args, Group, activation_spec, linear_spec, weight_spec
@@ -54,13 +52,13 @@ class StoredModule:
     def __contains__(self, name: str) -> bool:
         return f"{self.prefix}{name}" in self.folder.stored
 
-    def info(self, name: str) -> Stored:
+    def info(self, name: str) -> tensor_file.Stored:
         """What the header says of a tensor."""
         if name not in self:
             raise ValueError(f"has no {name}")
         return self.folder.stored[f"{self.prefix}{name}"]
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         return self.folder.read(f"{self.prefix}{name}", mmap=self.mmap)
 
     def _shape(self) -> tuple[int, int]:
@@ -159,13 +157,13 @@ class StoredModule:
             zero_point = (zero_point.to(torch.int16) + lowest).to(torch.uint8)
         return codes, {"scale": scale, "zero_point": zero_point.reshape(scale.shape)}
 
-    def _in_range(self, name: str, what: str) -> Tensor:
+    def _in_range(self, name: str, what: str) -> torch.Tensor:
         values, lowest = self.tensor(name), 2 ** (self.args.num_bits - 1)
         if values.numel() and (int(values.min()) < -lowest or int(values.max()) >= lowest):
             raise ValueError(f"has {what} beyond {-lowest} to {lowest - 1}")
         return values
 
-    def _scale(self) -> Tensor:
+    def _scale(self) -> torch.Tensor:
         scale = self.tensor("weight_scale").reshape(self.scale_shape)
         if self.is_mx:
             exponents = scale.view(torch.uint8)
@@ -198,7 +196,7 @@ OF_OUTPUT = ("output_scale", "output_zero_point", "output_global_scale")
 OF_KV_CACHE = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "q_zero_point")
 
 
-@register_source
+@sources.register_source
 class CompressedTensorsSource(FolderSource):
     """A folder that vLLM and transformers read by ``quant_method: compressed-tensors``."""
 
@@ -229,7 +227,7 @@ class CompressedTensorsSource(FolderSource):
         """The dtype of config.json, else that in which the package computes: of the scale, bfloat16 for 8 bits."""
         return self.folder.dtype or (scale if scale.itemsize > 1 else torch.bfloat16)
 
-    def scheme_of(self, weight: StoredWeight, others: Mapping[str, Tensor]) -> Scheme:
+    def scheme_of(self, weight: StoredWeight, others: Mapping[str, torch.Tensor]) -> Scheme:
         """With the scales of the groups in fp32, where no scale for the tensor gives the same numbers."""
         scheme = weight.scheme
         if scheme.weight.scale_spec is None or "scale_scale" in others:

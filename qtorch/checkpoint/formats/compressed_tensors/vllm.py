@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from ....model.install import check_model
 from ....model.targets import Target, find_targets, named_errors
@@ -28,7 +27,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @named_errors("recipes_for_vllm")
-def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | None]) -> dict[str, Recipe]:
+def recipes_for_vllm(model: torch.nn.Module, recipe: Recipe | Mapping[str, Recipe | None]) -> dict[str, Recipe]:
     """Recipes for `quantize_`, by name, that make weights which vLLM serves with exactly these numbers.
 
     - Scales per channel get the dtype of the model, to which vLLM rounds them, where the recipe has a `scale_dtype`.
@@ -48,7 +47,7 @@ def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | No
     """
     check_model("recipes_for_vllm", model)
     targets: list[Target[Recipe]] = find_targets(model, recipe, None)
-    chosen: dict[str, tuple[Recipe, Tensor]] = {}
+    chosen: dict[str, tuple[Recipe, torch.Tensor]] = {}
     for target in targets:
         asked = target.slot
         given = asked.recipe
@@ -63,7 +62,7 @@ def recipes_for_vllm(model: nn.Module, recipe: Recipe | Mapping[str, Recipe | No
     return {name: adapted(given, weight.dtype, scales.get(name)) for name, (given, weight) in chosen.items()}
 
 
-def _is_left_out(model: nn.Module, target: Target[Recipe]) -> bool:
+def _is_left_out(model: torch.nn.Module, target: Target[Recipe]) -> bool:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     linear = [slot for slot in target.slots if slot.kind.name == "linear"]
     return any(slot.module is head or slot.module_name.rpartition(".")[2] in NOT_QUANTIZED for slot in linear)
@@ -84,7 +83,7 @@ def adapted(recipe: Recipe, dtype: torch.dtype, tensor_scale: float | None) -> R
     return replace(recipe, **changes) if changes else recipe  # type: ignore[type-var]
 
 
-def tensor_scales(chosen: Mapping[str, tuple[Recipe, Tensor]]) -> dict[str, float]:
+def tensor_scales(chosen: Mapping[str, tuple[Recipe, torch.Tensor]]) -> dict[str, float]:
     """The scale of every tensor in NVFP4, shared by those that vLLM joins."""
     absmax = {
         name: float(weight.detach().abs().max()) if weight.numel() else 0.0

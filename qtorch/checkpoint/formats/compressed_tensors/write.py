@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ....dtypes import ConvWeight, QuantizedTensor
-from ....primitives import files, jsonable
+from ....primitives import construct, files
 from ...save_folder import SaveFormat, register_save_format
 from ...stacked_experts import expert_names, is_fused, split_experts
 from ..blocks import divisor_of, pack, pack_nibbles
@@ -189,8 +189,8 @@ class CompressedTensorsFormat(SaveFormat):
 def _from_json(data: Mapping[str, Any]) -> Saved:
     group = data["group"]
     parts = ("weights", "input_activations")
-    args = {part: None if group[part] is None else jsonable.construct(Args, group[part]) for part in parts}
-    return jsonable.construct(Saved, {**data, "group": jsonable.construct(Group, {**group, **args})})
+    args = {part: None if group[part] is None else construct(Args, group[part]) for part in parts}
+    return construct(Saved, {**data, "group": construct(Group, {**group, **args})})
 
 
 def _saved(module: str, tensor: QuantizedTensor) -> tuple[Saved, dict[str, Tensor]]:

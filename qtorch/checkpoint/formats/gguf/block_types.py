@@ -29,10 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....dtypes import QuantizedTensor
-from ....dtypes.base import quantized_type
-from ....primitives import CodebookSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
-from ....primitives.spec import Scheme
+from ....dtypes import QuantizedTensor, quantized_type
+from ....primitives import CodebookSpec, MappingType, PerGroup, QuantSpec, Scheme, ZeroPointDomain, qdtype
 from ....recipes import gguf
 from ....recipes.gguf import K, scaled_codes, with_offset
 from ..blocks import weight_only

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ....primitives.files import read_json
 from .architectures import ARCHITECTURES
@@ -171,7 +170,7 @@ def _scaling(rope: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return {f"rope.scaling.{key}": value for key, value in found.items()}
 
 
-def derived_tensors(config: Config) -> dict[str, Tensor]:
+def derived_tensors(config: Config) -> dict[str, torch.Tensor]:
     """Tensors of the file, fp32, that transformers computes from the config: divisors of frequencies, one for each pair
     of elements of a head that are rotated."""
     rope = _ropes(config)[""]

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ....primitives.files import naming, open_regular
 from ...sources import Contents, Source, register_source
@@ -88,7 +87,7 @@ class GgufFile:
         """Close the file."""
         self._file.close()
 
-    def read(self, name: str, start: int, nbytes: int) -> Tensor:
+    def read(self, name: str, start: int, nbytes: int) -> torch.Tensor:
         """`nbytes` bytes from `start` on of the data of a tensor, uint8."""
         offset = self.tensors[name].offset + start
         if offset + nbytes > self.size:
@@ -261,7 +260,7 @@ class GgufSource(Source):
             kind, shape = self._form(self.parameters[name])
             return Contents(shape, kind.dtype or torch.float32, kind.tensor_bytes(shape), kind.scheme(shape))
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
         with self._naming(name):
             kind, shape = self._form(parameter)

@@ -14,16 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ....dtypes import QuantizedTensor
-from ....dtypes.base import quantized_type
+from ....dtypes import QuantizedTensor, quantized_type
 from ....primitives import LinearSpec, MappingType, QuantSpec, files
 from ....primitives.layouts.plain import smallest_layout
-from ...save_folder import SaveFormat, register_save_format
-from ...sources import Source
+from ... import save_folder, sources, tensor_file
 from ...stacked_experts import fuse_experts
-from ...tensor_file import TensorFile
 from .architectures import ARCHITECTURES, parameter_of, permute, stored_names
 from .block_types import ENCODED, NUMBERS, encode, type_of
 from .metadata import derived_tensors, metadata_of, write_vocabulary
@@ -42,8 +38,8 @@ _AS_NUMBERS = ("ffn_gate_inp", "ffn_gate_inp_shexp")
 _RECIPES = {8: "gguf_q8_0()", 5: "gguf_q5_0()", 4: "gguf_q4_0()"}
 
 
-@register_save_format
-class GgufFormat(SaveFormat):
+@save_folder.register_save_format
+class GgufFormat(save_folder.SaveFormat):
     """A file of llama.cpp; the options are those of `save_gguf`, `tokenizer` a folder."""
 
     name = "gguf"
@@ -66,12 +62,12 @@ class GgufFormat(SaveFormat):
         self.unused = {key for key in self.types if key != ".*"}
 
     @classmethod
-    def prepare(cls, source: Source, config: Mapping[str, Any]) -> Source:
+    def prepare(cls, source: sources.Source, config: Mapping[str, Any]) -> sources.Source:
         layers = range(int(config.get("num_hidden_layers") or 0))
         parts = ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
         return fuse_experts(source, [f"model.layers.{layer}.mlp.{part}" for layer in layers for part in parts])
 
-    def store(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def store(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         metadata = self.metadata_of_model
         known = ARCHITECTURES[metadata["general.architecture"]]
         if name == "lm_head.weight" and self.model_config.get("tie_word_embeddings"):
@@ -92,7 +88,7 @@ class GgufFormat(SaveFormat):
         self.written |= dict.fromkeys(stored, kind)
         return dict(zip(stored, data.chunk(len(stored), -2) if len(stored) > 1 else [data], strict=True))
 
-    def _blocks(self, name: str, stored: str, tensor: Tensor) -> tuple[str, Tensor]:
+    def _blocks(self, name: str, stored: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         """(type, data as it is stored): numbers, or bytes (..., bytes of a row)."""
         is_matrix = tensor.dim() > 1 and stored.split(".")[-2] not in _AS_NUMBERS
         asked = self._asked(name) if is_matrix else "F32"
@@ -157,7 +153,7 @@ class GgufFormat(SaveFormat):
             write_vocabulary(writer, folder, self.model_config)
             tensors = derived_tensors(self.model_config)
             for part in parts:
-                file = TensorFile(part)
+                file = tensor_file.TensorFile(part)
                 stack.callback(file.close)
                 tensors |= {name: file.map(name) for name in file.stored}
             arrays = [(t.view(torch.uint8) if t.dtype is torch.bfloat16 else t).numpy() for t in tensors.values()]
@@ -171,7 +167,7 @@ class GgufFormat(SaveFormat):
                 writer.write_tensor_data(array)
 
 
-def quantize(tensor: Tensor, name: str) -> tuple[str, Tensor]:
+def quantize(tensor: torch.Tensor, name: str) -> tuple[str, torch.Tensor]:
     """(type, data) of a plain tensor in the type `name`."""
     import gguf
 

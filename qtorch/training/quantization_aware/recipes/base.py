@@ -103,6 +103,4 @@ def check_inference_recipe(recipe: Any, name: str) -> None:
     if recipe.branch_rank:
         raise TypeError(f"{name} trains no branch of low rank, got {recipe!r}; give it the inner recipe")
     if recipe.data is not None:
-        raise TypeError(
-            f"{name} learns from training and takes a recipe without data, got {recipe!r}; give it the inner recipe"
-        )
+        raise TypeError(f"{name} learns from training, without data: give it the inner recipe of {recipe!r}")

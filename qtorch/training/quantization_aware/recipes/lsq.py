@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ....dtypes import PackedLayout
 from ....primitives import Granularity, LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, qdtype
@@ -116,7 +115,7 @@ class LSQ(ModuleRecipe):
         bits = None if self.activation_bits is None else self.edge_bits
         return replace(self, weight_bits=self.edge_bits, activation_bits=bits, edge_bits=None)
 
-    def weight_quantizer(self, spec: QuantSpec, weight: Tensor) -> quantizers.Quantizer:
+    def weight_quantizer(self, spec: QuantSpec, weight: torch.Tensor) -> quantizers.Quantizer:
         if self.weights == "chosen":
             return super().weight_quantizer(spec, weight)
         shape, dtype = spec.scale_shape(weight.shape), spec.stored_scale_dtype(weight.dtype)
@@ -168,7 +167,7 @@ def pact(weight_bits: int = 4, activation_bits: int = 4, **options: Any) -> LSQ:
     return LSQ(weight_bits, activation_bits, **{"weights": "chosen", "activations": "clip", **options})
 
 
-def clip_penalty(model: nn.Module) -> Tensor:
+def clip_penalty(model: torch.nn.Module) -> torch.Tensor:
     """sum a^2 over the layers, differentiable, to be added to the loss with a factor: 1e-4 to 1e-3 of weight decay's
     order (the paper gives a the penalty of the weights).
 
