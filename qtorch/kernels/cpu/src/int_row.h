@@ -8,6 +8,10 @@ namespace {
 
 #if defined(__AVX2__) && !defined(HAS_VNNI) && !defined(__AVX512F__)
 
+// Where a row does not fit, the channels are next: three to five times as fast as dot products, which the tables name, because
+// they are measured where it fits.
+inline bool row_by_channels(const Codes& x) { return x.rows == 1; }
+
 // Whole vectors of codes belong to one group.
 inline bool fits_int_row(const Weight& w, const Codes& x) {
     return x.rows == 1 && w.bits == 4 && w.n >= LANES && w.k % (8 * WIDTH) == 0 && w.group % WIDTH == 0;
@@ -105,6 +109,7 @@ inline void multiply_int_row(const Weight& w, const Codes& x, const Output& y, i
 
 #else
 
+inline bool row_by_channels(const Codes&) { return false; }
 inline bool fits_int_row(const Weight&, const Codes&) { return false; }
 inline void multiply_int_row(const Weight&, const Codes&, const Output&, int64_t) {}
 

@@ -36,7 +36,7 @@ EXPORT int qtorch_ready() {
 
 static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int64_t variant, int64_t threads) {
     if (fits_int_row(w, x)) multiply_int_row(w, x, y, threads);
-    else if (variant == CHANNELS && w.has_short_groups()) multiply_channels(w, x, y, threads);
+    else if ((variant == CHANNELS || row_by_channels(x)) && w.has_short_groups()) multiply_channels(w, x, y, threads);
     else if (variant == DOT) multiply_int_dot(w, x, y, threads);
     else if (has_tile_groups(w)) multiply_groups_amx(w, x, y, threads);
     else multiply_int_tiles(w, x, y, threads);
@@ -46,12 +46,16 @@ static void multiply_codes(const Weight& w, const Codes& x, const Output& y, int
 // would not be as exact as fp32. It follows from this row and the number of rows, so that no row depends on another.
 enum : int64_t { IN_FLOATS, BY_FIXED_DOT, IN_TWO_DIGITS = 5, ROW_KINDS };  // the others are numbers of slices
 
+// Integers in groups of whole steps. Only matrix tiles take other zero points than integers, and sums that are too long.
+static bool takes_slices(const Weight& w) {
+    bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32);
+    return !w.values && has_whole_groups(w) && ((!real_zero && w.fits_int32()) || has_tile_groups(w));
+}
+
 static int64_t row_kind(const Weight& w, const float* row, int64_t type, bool few) {
     int64_t slices = slices_of(row, w.k, type);
     if (few && slices && slices < 4) return slices == 2 ? IN_TWO_DIGITS : BY_FIXED_DOT;
-    // Of the others, only matrix tiles take other zero points than integers, and no sums that are too long.
-    bool real_zero = w.zero && (!w.zero_is_code || w.zero_type < INT32), fits = !real_zero && w.fits_int32();
-    return !slices || w.values || !has_whole_groups(w) || !(fits || has_tile_groups(w)) ? IN_FLOATS : slices < 2 ? 2 : slices;
+    return !slices || !takes_slices(w) ? IN_FLOATS : slices < 2 ? 2 : slices;
 }
 
 static void multiply_in_floats(const Weight& w, const Input& x, const Output& y, int64_t variant, int64_t threads) {
@@ -114,8 +118,7 @@ static void multiply_floats(const Weight& w, const Input& all, const Output& out
     int64_t rows = all.rows;
     if (!w.n) return;
     int64_t variant = wanted == CHANNELS || !w.k ? TILE : wanted;
-    // What fixed_dot.h does not multiply has to be integers, in groups of whole steps.
-    if (variant == FIXED && !fits_fixed_dot(w, rows) && (w.values || !has_whole_groups(w))) variant = rows <= DOT_MAX_ROWS ? DOT : TILE;
+    if (variant == FIXED && !fits_fixed_dot(w, rows) && !takes_slices(w)) variant = rows <= DOT_MAX_ROWS ? DOT : TILE;
     if (variant == AMX && (w.values || !has_whole_groups(w))) variant = TILE;
     // What is behind the end of a row may stand for an infinity.
     if (variant == DOT && ((w.group != w.k && w.group % LANES) || (w.values && w.k % LANES))) variant = TILE;
