@@ -135,7 +135,7 @@ def check_recipes_of_training() -> None:
         with pytest.raises(ValueError, match=r"0: is sharded.*before fully_shard"):
             quantize_(shard(copy.deepcopy(model)), recipe)
         if name in needs_values:
-            with pytest.raises(ValueError, match=rf"0: the weight is on the meta device.* by {name}\(\); load it"):
+            with pytest.raises(ValueError, match=rf"0: the weight is on the meta device.* for {name}\(\); load it"):
                 quantize_(model, recipe)
             continue
         quantize_(model, recipe)

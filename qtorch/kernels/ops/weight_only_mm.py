@@ -124,9 +124,9 @@ def multiply_codes(
         read: ``read(start, stop)`` gives the codes of these rows of the weight; with `axis` -2, of its transpose.
     """
     (n, k), (scale, zero_point, kind, low, high, domain) = shape, numerics
-    block = granularity.block_of(shape, scale.shape)
     # Scale each result instead of each weight; not in fp16, where the sums of codes could overflow.
     scale_last = axis == -1 and zero_point is None and scale.shape == (n, 1) and x.dtype != torch.float16
+    block = (1, k) if scale_last else granularity.block_of(shape, scale.shape)
     if scale_last:
         # A row near the largest number is multiplied with codes as a smaller one, exactly.
         up = registry.power_if_larger(x.abs(), LARGE, LARGE)
