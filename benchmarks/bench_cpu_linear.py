@@ -180,7 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n    ")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shapes", nargs="+", default=["1024x1024", "2880x2880", "4096x4096", "4096x14336"], help="out x in")
+    shapes = ["1024x1024", "2880x2880", "4096x4096", "4096x14336"]
+    parser.add_argument("--shapes", nargs="+", default=shapes, help="out x in")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every engine")
