@@ -15,8 +15,8 @@ Three variants, chosen by M in the launch configuration:
 "dense" many rows: the weight is dequantized, then cuBLAS multiplies.
 
 The weight is the left operand, y' = w x', so that codes go from registers into the products. The scales of a step are
-fetched during the step before. Sums are in fp32. Where a tile of at most 64 rows lies in one group, its product is
-scaled instead of its codes, which are then exact.
+fetched during the step before. Sums are in fp32. Where a tile of at most 64 rows lies in one group, and zero points are
+integers, its product is scaled instead of its codes, which are then exact.
 """
 
 from typing import Any
@@ -145,10 +145,9 @@ def weight_products(
             if SCALE_PRODUCT:
                 acc += tl.dot(w, x, input_precision=PRECISION) * scale
             else:
+                w = w * scale.to(dtype)
                 if ZERO >= 2:
-                    w = w * scale.to(dtype) + zero.to(dtype)
-                else:
-                    w = w * scale.to(dtype)
+                    w += zero.to(dtype)
                 acc = tl.dot(w, x, acc, input_precision=PRECISION)
                 if ASM:
                     # A use of the sum makes Triton wait for the product. Else it may be under way at the end of a step,
@@ -258,7 +257,7 @@ def intx_weight_mm(
             _launch_mm(x, weight, bias, y, config)
 
     rows = min(max(m, 9), 256)
-    near = [c for c in CANDIDATES if c.path == "dense" or rows <= 4 * c.block_m < 8 * rows]
+    near = (c for c in CANDIDATES if c.path == "dense" or rows <= 4 * c.block_m < 8 * rows)
     launch(op, weight.key, (m, n, k), run, near, x.device)
     return y
 
