@@ -7,7 +7,7 @@ A recipe (`recipes/base.py`) defines how a weight is quantized. Every registered
 import inspect
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -141,13 +141,13 @@ def quantize_(
     check_targets(found, check, "\nthe model is unchanged")
     before = get_model_size_in_bytes(model)
     elements = _elements(model, found)
-    # Imported here: most recipes look at no data.
-    from .calibration.with_data import estimate_of, made_in_order, statistics_of, transformed
+    run: AbstractContextManager[Any] = nullcontext(((), {}, None, {}))
+    recipes = [target.recipe for target in found if target.recipe is not None]
+    if resume is not None or any(each.data is not None or each.transforms for each in recipes):
+        from .calibration.with_data import from_data  # 0.2 s, and most recipes look at no data
 
-    with transformed(model, found, keep=not dry_run) as transforms:
-        statistics = statistics_of(model, found)
-        expected = estimate_of(model, found) if dry_run else None
-        calibrated = {} if dry_run else made_in_order(model, found, resume)
+        run = from_data(model, found, dry_run, resume)
+    with run as (transforms, statistics, expected, calibrated):
         rows = []
         waiting: list[tuple[Target[Any], Any]] = []
         size = 0

@@ -19,6 +19,18 @@ from .engine import InOrder, Progress, Resumable, estimate, fingerprint, fingerp
 from .statistics import Statistic, Statistics
 
 
+@contextmanager
+def from_data(
+    model: nn.Module, targets: Sequence[Target[Recipe]], dry_run: bool, resume: str | os.PathLike[str] | None
+) -> Iterator[tuple[Any, ...]]:
+    """What data say, for a call of `quantize_`: the reports of transforms, which stay unless it raises or is a dry run,
+    statistics for each weight, the estimate of a dry run, and the weights that were made in the order of the model."""
+    with transformed(model, targets, keep=not dry_run) as transforms:
+        statistics = statistics_of(model, targets)
+        expected = estimate_of(model, targets) if dry_run else None
+        yield transforms, statistics, expected, {} if dry_run else made_in_order(model, targets, resume)
+
+
 def statistics_of(model: nn.Module, targets: Sequence[Target[Recipe]]) -> dict[Tensor, Statistics]:
     """The statistics that recipes request, from one run of the model for all recipes that share their data."""
     wanted: dict[int, tuple[Data, dict[Tensor, Sequence[type[Statistic]]]]] = {}
