@@ -115,6 +115,30 @@ def test_sums_of_the_largest_products(build: str, integers: range) -> None:
     rounding.assert_same_product(y, functional.linear(x, exact), x, exact)
 
 
+def specs_of_short_groups() -> dict[str, QuantSpec]:
+    found = {"NVFP4": nvfp4_spec()}
+    for size in (4, 8, 20, 32):
+        found[f"uint4 {size}"] = QuantSpec("uint4", PerGroup(size), MappingType.ASYMMETRIC)
+        found[f"float4 {size}"] = QuantSpec("float4_e2m1", PerGroup(size), zero_point_domain=ZeroPointDomain.NONE)
+    return found
+
+
+@pytest.mark.parametrize("k", [32, 160, 480, 2880])
+@pytest.mark.parametrize("name", specs_of_short_groups())
+def test_groups_that_begin_within_vectors(build: str, name: str, k: int) -> None:
+    """Runs of K / 8 codes that are no whole vectors, with groups that begin and end anywhere in them."""
+    spec = LinearSpec(specs_of_short_groups()[name], layout=PackedLayout())
+    if k % spec.weight.granularity.group_size:
+        return
+    for n, rows in itertools.product((4, 5, 37), (1, 2)):
+        weight = quantized_type(spec.weight).from_float(torch.randn(n, k) + 0.2, spec)
+        exact, x, bias = weight.dequantize(), torch.randn(rows, k), torch.randn(n)
+        with variants.force("fixed"), record_kernels() as ran:
+            y = functional.linear(x, weight, bias)
+        assert ran[-1].endswith(f".{build}.fixed")
+        rounding.assert_same_product(y, functional.linear(x, exact, bias), x, exact, bias)
+
+
 @pytest.mark.parametrize("name", fast_part.matrix_but(FAST, KERNELS))
 def test_gradients_against_exact_arithmetic(build: str, name: str) -> None:
     for weight in weights(name):

@@ -20,16 +20,23 @@ namespace {
 constexpr int64_t FIXED_MAX_ROWS = 2;
 constexpr int FIXED_WIDTH = 4;  // rows of the weight that are multiplied together
 
-// Whole vectors of codes belong to one group, or to two of half a vector.
+// Bytes have one code of each of two runs, K / 8 columns apart. Whether whole vectors of each run belong to one group; else
+// each lane does, which is four columns.
+inline bool has_whole_vectors(const Weight& w) { return w.group % WIDTH == 0 && w.k % (8 * WIDTH) == 0; }
+
 inline bool fits_fixed_dot(const Weight& w, int64_t rows) {
-    bool whole = w.group % WIDTH == 0 || 2 * w.group == WIDTH;
-    return rows <= FIXED_MAX_ROWS && w.n >= FIXED_WIDTH && w.bits == 4 && w.k % (8 * WIDTH) == 0 && whole && (!w.values || w.unit);
+    // Integers in longer groups are as fast in slices.
+    bool fits = has_whole_vectors(w) || (w.group % 4 == 0 && w.k % 32 == 0 && (w.values || w.group <= WIDTH));
+    return rows <= FIXED_MAX_ROWS && w.n >= FIXED_WIDTH && w.bits == 4 && fits && (!w.values || w.unit);
 }
 
 struct FixedInput {
-    const int8_t* bytes;    // (M, digits, K)
-    const int32_t* shifts;  // (M, K / 4): what each sum of four products has too much, codes being shifted by their center
+    int64_t run;            // columns of each of the eight runs of a row: whole vectors, zeros at the end
+    const int8_t* bytes;    // (M, digits, 8 run)
+    const int32_t* shifts;  // (M, 2 run): what each sum of four products has too much, codes being shifted by their center
     const float *scale, *sums;  // (M), and those of x (M, groups)
+    const int32_t* group;       // (8 run / WIDTH), where vectors are not whole: of the first lane of each
+    const Ints* lanes;          // (8 run / WIDTH): the groups of the others, from that one on
     uint8_t integers[16];       // of codes, plus their center
     bool is_small;              // whether none without it is beyond 15
 };
@@ -82,47 +89,37 @@ float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, int32_t*
     return scale;
 }
 
-// The scale of each lane; with PAIRS there are two groups.
-template <bool PAIRS>
-INLINE Floats lane_scales(const float* scale) {
-#if defined(__AVX512F__)
-    if (PAIRS) return (Floats)_mm512_mask_mov_ps(_mm512_set1_ps(scale[0]), 0xff00, _mm512_set1_ps(scale[1]));
-#else
-    if (PAIRS) return (Floats)_mm256_blend_ps(_mm256_set1_ps(scale[0]), _mm256_set1_ps(scale[1]), 0xf0);
-#endif
-    return broadcast(*scale);
-}
-
 // Scales and offsets of some rows of the weight, by group, and what the rows are multiplied with.
 struct FixedRows {
     const uint8_t* codes;
     const float *scale, *offset;  // (R, groups), or null
 };
 
-// R rows of the weight, PER vectors of a group at a time, or PAIRS of groups in one; result (R, M).
-template <int R, int M, int DIGITS, bool TABLE, bool PAIRS, int PER>
+// R rows of the weight, PER vectors of a group at a time, or with LANE_GROUPS one of any groups; result (R, M).
+template <int R, int M, int DIGITS, bool TABLE, bool LANE_GROUPS, int PER>
 void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahead scales_ahead, const FixedInput& in,
                  float* result) {
-    constexpr int STEP = PAIRS ? 2 : 1, COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128;
-    int64_t groups = w.groups, run = w.k / 8;
+    constexpr int COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128;
+    int64_t groups = w.groups, run = in.run, columns = 8 * run;
+    const uint8_t* quarter = rows.codes;
     const Bytes mask = Bytes{} + (uint8_t)15;
     Floats total[R][M] = {};
-    for (int64_t start = 0; start < w.k; start += 2 * run) {
-        GroupEdge first(start, STEP * w.group), second(start + run, STEP * w.group);
+    for (int64_t start = 0; start < columns; start += 2 * run, quarter += w.k / 8) {
+        GroupEdge first(start, w.group), second(start + run, w.group);
         for (int64_t k = 0; k < run; k += COLUMNS) {
-            const uint8_t* codes = rows.codes + start / 2 + k;
+            const uint8_t* codes = quarter + k;
             // The low halves of bytes, then the high ones.
             UNROLL for (int half = 0; half < 2; half++) {
                 asm("" : "+r"(codes));  // they are read again: keeping them would take registers
-                const float* scale = rows.scale + STEP * (half ? second : first).group;
                 int64_t column = start + half * run + k;
+                const float* scale = rows.scale + (LANE_GROUPS ? in.group[column / WIDTH] : (half ? second : first).group);
                 UNROLL for (int m = 0; m < M; m++) {
                     Bytes x[DIGITS][PER];
                     Ints shift = {};
                     UNROLL for (int i = 0; i < PER; i++) {
                         UNROLL for (int s = 0; s < DIGITS; s++)
-                            x[s][i] = load<Bytes>(in.bytes + (m * DIGITS + s) * w.k + column + i * WIDTH);
-                        shift += load<Ints>(in.shifts + ((m * w.k + column + i * WIDTH) >> 2));
+                            x[s][i] = load<Bytes>(in.bytes + (m * DIGITS + s) * columns + column + i * WIDTH);
+                        shift += load<Ints>(in.shifts + ((m * columns + column + i * WIDTH) >> 2));
                     }
                     UNROLL for (int r = 0; r < R; r++) {
                         // One line at a time: many prefetches at once delay the loads that are needed now.
@@ -135,7 +132,9 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                             c[i] = (Ints)(TABLE ? look_up(in.integers, bytes) : bytes);
                         }
                         Floats sum = to_floats(times_fixed(c, x, shift));
-                        total[r][m] = fma(sum, lane_scales<PAIRS>(scale + r * groups), total[r][m]);
+                        const float* own = scale + r * groups;
+                        Floats factor = LANE_GROUPS ? permute(load<Floats>(own), in.lanes[column / WIDTH]) : broadcast(*own);
+                        total[r][m] = fma(sum, factor, total[r][m]);
                     }
                 }
             }
@@ -149,17 +148,17 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
 template <int M, int DIGITS, bool TABLE>
 void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t threads) {
     constexpr int R = FIXED_WIDTH;
-    bool pairs = 2 * w.group == WIDTH;
     auto whole = [&](int64_t vectors) { return w.group % (vectors * WIDTH) == 0 && w.k % (8 * vectors * WIDTH) == 0; };
     int64_t per = in.is_small && whole(4) ? 4 : whole(2) ? 2 : 1;  // vectors at a time
-    auto block = pairs      ? fixed_block<R, M, DIGITS, TABLE, true, 1>
+    auto block = in.group   ? fixed_block<R, M, DIGITS, TABLE, true, 1>
                  : per == 4 ? fixed_block<R, M, DIGITS, TABLE, false, 4>
                  : per == 2 ? fixed_block<R, M, DIGITS, TABLE, false, 2>
                             : fixed_block<R, M, DIGITS, TABLE, false, 1>;
-    bool converts = w.scale_type != FLOAT32 || w.scale_stride != w.groups;
-    int64_t groups = w.groups, scale_bytes = w.scale_stride * size_of(w.scale_type), steps = w.k / (2 * per * WIDTH);
+    // Whole vectors of scales are read, and of codes: behind the last row there may be none.
+    bool converts = in.group || w.scale_type != FLOAT32 || w.scale_stride != w.groups;
+    int64_t groups = w.groups, scale_bytes = w.scale_stride * size_of(w.scale_type), steps = 4 * in.run / (per * WIDTH);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
-        static thread_local Scratch scale_scratch;
+        static thread_local Scratch scale_scratch, code_scratch;
         float* converted = scale_scratch.get<float>(2 * R * groups);
         float* offset = w.has_offset() ? converted + R * groups : nullptr;
         for (int64_t task; (task = tasks.next()) >= 0;) {
@@ -171,7 +170,12 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
             float result[R * M];
             Ahead codes_ahead{w.codes + (task + 1) * R * w.row_bytes, 64};
             Ahead scales_ahead{(const uint8_t*)w.scale + (task + 1) * R * scale_bytes, R * scale_bytes / steps};
-            block(w, {w.codes + start * w.row_bytes, scale, offset}, codes_ahead, scales_ahead, in, result);
+            const uint8_t* codes = w.codes + start * w.row_bytes;
+            if (8 * in.run > w.k && start + R == w.n) {
+                codes = code_scratch.get<uint8_t>(R * w.row_bytes);
+                memcpy((void*)codes, w.codes + start * w.row_bytes, R * w.row_bytes);
+            }
+            block(w, {codes, scale, offset}, codes_ahead, scales_ahead, in, result);
             y.write_transposed(M, task * R, R - skip, result + skip * M, M);
         }
     });
@@ -180,19 +184,38 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
 // x (rows, ld) is not changed; sums (rows, groups), or null.
 template <int DIGITS>
 void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t rows, const float* sums, const Output& y, int64_t threads) {
-    static thread_local Scratch byte_scratch, shift_scratch, scale_scratch;
-    int32_t* shifts = shift_scratch.get<int32_t>(rows * w.k / 4);
-    int8_t* bytes = byte_scratch.get<int8_t>(rows * DIGITS * w.k);
+    static thread_local Scratch byte_scratch, shift_scratch, scale_scratch, run_scratch, group_scratch, lane_scratch;
+    int64_t packed = w.k / 8, run = round_up(packed, WIDTH), columns = 8 * run;
+    int32_t* shifts = shift_scratch.get<int32_t>(rows * columns / 4);
+    int8_t* bytes = byte_scratch.get<int8_t>(rows * DIGITS * columns);
     float* scale = scale_scratch.get<float>(rows);
-    FixedInput in{bytes, shifts, scale, sums, {}, true};
+    FixedInput in{run, bytes, shifts, scale, sums, nullptr, nullptr, {}, true};
     int32_t center = w.values ? w.unit_center : w.center;
     for (int i = 0; w.values && i < 16; i++) {
         int32_t integer = w.values[i] / w.unit;
         in.integers[i] = integer + center;
         in.is_small &= integer >= -15 && integer <= 15;
     }
+    if (!has_whole_vectors(w)) {
+        int32_t* group = group_scratch.get<int32_t>(columns / WIDTH);
+        Ints* lanes = lane_scratch.get<Ints>(columns / WIDTH);
+        for (int64_t i = 0; i < columns; i += 4) {
+            // Those behind the end of a run count as its last.
+            int64_t at = i % run < packed ? i % run : packed - 1, own = (i / run * packed + at) / w.group;
+            if (i % WIDTH == 0) group[i / WIDTH] = own;
+            ((int32_t*)lanes)[i / 4] = own - group[i / WIDTH];
+        }
+        in.group = group, in.lanes = lanes;
+    }
+    float* runs = run_scratch.get<float>(columns);
+    memset(runs, 0, columns * sizeof *runs);
     for (int64_t m = 0; m < rows; m++) {
-        float unit = fix_row<DIGITS>(x + m * ld, w.k, center, bytes + m * DIGITS * w.k, shifts + m * w.k / 4);
+        const float* row = x + m * ld;
+        if (columns > w.k) {
+            for (int64_t i = 0; i < 8; i++) memcpy(runs + i * run, row + i * packed, packed * sizeof *runs);
+            row = runs;
+        }
+        float unit = fix_row<DIGITS>(row, columns, center, bytes + m * DIGITS * columns, shifts + m * columns / 4);
         scale[m] = unit * (w.values ? w.unit : 1);
     }
     if (w.values) (rows == 1 ? fixed_dot<1, DIGITS, true> : fixed_dot<2, DIGITS, true>)(w, in, y, threads);

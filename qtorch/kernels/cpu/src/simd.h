@@ -303,6 +303,15 @@ INLINE Ints multiply_pairs(Ints a, Ints b) {
 #endif
 
 #if defined(__AVX2__)
+// Lane i is lane order[i] of v.
+INLINE Floats permute(Floats v, Ints order) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_permutexvar_ps((__m512i)order, (__m512)v);
+#else
+    return (Floats)_mm256_permutevar8x32_ps((__m256)v, (__m256i)order);
+#endif
+}
+
 // The bytes that codes below 16 stand for.
 INLINE Bytes look_up(const uint8_t (&bytes)[16], Bytes codes) {
     __m128i table = _mm_loadu_si128((const __m128i*)bytes);

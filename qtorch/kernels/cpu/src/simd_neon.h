@@ -18,4 +18,8 @@ INLINE Ints dot4(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
 #endif
 }
 
+INLINE Floats permute(Floats v, Ints order) { return __builtin_shuffle(v, order); }
+
+INLINE Bytes look_up(const uint8_t (&bytes)[16], Bytes codes) { return (Bytes)vqtbl1q_u8(vld1q_u8(bytes), (uint8x16_t)codes); }
+
 }  // namespace
