@@ -18,7 +18,10 @@ INLINE Ints dot4(Ints total, Ints unsigned_bytes, Ints signed_bytes) {
 #endif
 }
 
-INLINE Floats permute(Floats v, Ints order) { return __builtin_shuffle(v, order); }
+// As on x86.
+INLINE Floats permute(Floats v, Ints order) {
+    return Floats{v[order[0]], v[order[1]], v[order[2]], v[order[3]]};
+}
 
 INLINE Bytes look_up(const uint8_t (&bytes)[16], Bytes codes) { return (Bytes)vqtbl1q_u8(vld1q_u8(bytes), (uint8x16_t)codes); }
 
