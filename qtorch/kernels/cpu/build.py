@@ -173,8 +173,8 @@ def _compile(command: list[str], source: Path, target: Path) -> str:
             object_file, library = Path(folder, f"{source.stem}.o"), Path(folder, target.name)
             Path(folder, "variants.inc").write_text(f'R"json({VARIANT_TABLES.read_text()})json"')
             steps = (
-                [*command, "-fopenmp", define, "-I", folder, "-c", str(source), "-o", str(object_file)],
-                # Linked without -fopenmp, which would bring a second pool of threads beside torch's.
+                [*command, define, "-I", folder, "-c", str(source), "-o", str(object_file)],
+                # Without OpenMP's library, which would bring a second pool of threads beside torch's.
                 [*command, "-shared", str(object_file), "-o", str(library)],
             )
             for step in steps:

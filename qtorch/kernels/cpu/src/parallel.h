@@ -4,7 +4,11 @@
 
 #include <cstdint>
 
-#include <omp.h>
+extern "C" {
+// Of OpenMP's library, as GCC calls it; those of LLVM and Intel have it too. `#pragma omp` would need the library of the compiler.
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_thread_num();
+}
 
 namespace {
 
@@ -58,11 +62,11 @@ void parallel(int64_t count, int64_t threads, const Body& body) {
     }
     Share* shares = (Share*)__builtin_alloca_with_align(threads * sizeof(Share), 8 * alignof(Share));
     for (int64_t t = 0; t < threads; t++) shares[t] = {t * count / threads, (t + 1) * count / threads};
-#pragma omp parallel num_threads(threads)
-    {
+    auto work = [&] {
         Tasks tasks(shares, threads, omp_get_thread_num(), run);
         body(tasks);
-    }
+    };
+    GOMP_parallel([](void* data) { (*(decltype(work)*)data)(); }, &work, threads, 0);
 }
 
 template <class Body>
