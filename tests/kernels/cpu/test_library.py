@@ -1,7 +1,9 @@
 """Building, loading, switching off, threads and processes."""
 
+import ctypes
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -68,6 +70,15 @@ def test_a_compiler_that_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", f"{sys.executable} -c 1/0")
     assert all("ZeroDivisionError" in error for error in build.build(tmp_path).values())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
+def test_another_compiler(tmp_path, monkeypatch):
+    """Its library needs torch's OpenMP and no other, so that it loads."""
+    monkeypatch.setenv("CXX", "clang++")
+    assert build.build(tmp_path, extra=["-O0"], names=["portable"]) == {}
+    ctypes.CDLL(str(build.library_path("portable", tmp_path)), os.RTLD_NOW)
 
 
 @pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
