@@ -36,7 +36,7 @@ struct FixedInput {
     const int32_t* shifts;  // (M, 2 run): what each sum of four products has too much, codes being shifted by their center
     const float *scale, *sums;  // (M), and those of x (M, groups)
     const int32_t* group;       // (8 run / WIDTH), where vectors are not whole: of the first lane of each
-    const Ints* lanes;          // (8 run / WIDTH): the groups of the others, from that one on
+    const int32_t* lanes;       // (2 run): of each lane, from that one on
     uint8_t integers[16];       // of codes, plus their center
     bool is_small;              // whether none without it is beyond 15
 };
@@ -133,7 +133,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                         }
                         Floats sum = to_floats(times_fixed(c, x, shift));
                         const float* own = scale + r * groups;
-                        Floats factor = LANE_GROUPS ? permute(load<Floats>(own), in.lanes[column / WIDTH]) : broadcast(*own);
+                        Floats factor = LANE_GROUPS ? permute(load<Floats>(own), load<Ints>(in.lanes + column / 4)) : broadcast(*own);
                         total[r][m] = fma(sum, factor, total[r][m]);
                     }
                 }
@@ -154,8 +154,7 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
                  : per == 4 ? fixed_block<R, M, DIGITS, TABLE, false, 4>
                  : per == 2 ? fixed_block<R, M, DIGITS, TABLE, false, 2>
                             : fixed_block<R, M, DIGITS, TABLE, false, 1>;
-    // Whole vectors of scales are read, and of codes: behind the last row there may be none.
-    bool converts = in.group || w.scale_type != FLOAT32 || w.scale_stride != w.groups;
+    bool converts = w.scale_type != FLOAT32 || w.scale_stride != w.groups;
     int64_t groups = w.groups, scale_bytes = w.scale_stride * size_of(w.scale_type), steps = 4 * in.run / (per * WIDTH);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
         static thread_local Scratch scale_scratch, code_scratch;
@@ -164,14 +163,16 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
         for (int64_t task; (task = tasks.next()) >= 0;) {
             // The last block begins earlier, so that it is whole.
             int64_t start = task * R + R <= w.n ? task * R : w.n - R, skip = task * R - start;
-            const float* scale = converts ? converted : (const float*)w.scale + w.scale_stride * start;
-            if (converts) scales(w, start, converted, R);
+            // Whole vectors of scales and of codes are read; behind the last row there may be none.
+            bool copies = converts || (in.group && (w.n - start - R) * groups < LANES);
+            const float* scale = copies ? converted : (const float*)w.scale + w.scale_stride * start;
+            if (copies) scales(w, start, converted, R);
             if (offset) offsets(w, start, scale, offset, R);
             float result[R * M];
             Ahead codes_ahead{w.codes + (task + 1) * R * w.row_bytes, 64};
             Ahead scales_ahead{(const uint8_t*)w.scale + (task + 1) * R * scale_bytes, R * scale_bytes / steps};
             const uint8_t* codes = w.codes + start * w.row_bytes;
-            if (8 * in.run > w.k && start + R == w.n) {
+            if (8 * in.run > w.k && w.ends_within(start + R - 1, WIDTH)) {
                 codes = code_scratch.get<uint8_t>(R * w.row_bytes);
                 memcpy((void*)codes, w.codes + start * w.row_bytes, R * w.row_bytes);
             }
@@ -198,24 +199,21 @@ void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t row
     }
     if (!has_whole_vectors(w)) {
         int32_t* group = group_scratch.get<int32_t>(columns / WIDTH);
-        Ints* lanes = lane_scratch.get<Ints>(columns / WIDTH);
+        int32_t* lanes = lane_scratch.get<int32_t>(columns / 4);
         for (int64_t i = 0; i < columns; i += 4) {
             // Those behind the end of a run count as its last.
             int64_t at = i % run < packed ? i % run : packed - 1, own = (i / run * packed + at) / w.group;
             if (i % WIDTH == 0) group[i / WIDTH] = own;
-            ((int32_t*)lanes)[i / 4] = own - group[i / WIDTH];
+            lanes[i / 4] = own - group[i / WIDTH];
         }
         in.group = group, in.lanes = lanes;
     }
-    float* runs = run_scratch.get<float>(columns);
-    memset(runs, 0, columns * sizeof *runs);
+    float* runs = columns > w.k ? run_scratch.get<float>(columns) : nullptr;
+    if (runs) memset(runs, 0, columns * sizeof *runs);
     for (int64_t m = 0; m < rows; m++) {
         const float* row = x + m * ld;
-        if (columns > w.k) {
-            for (int64_t i = 0; i < 8; i++) memcpy(runs + i * run, row + i * packed, packed * sizeof *runs);
-            row = runs;
-        }
-        float unit = fix_row<DIGITS>(row, columns, center, bytes + m * DIGITS * columns, shifts + m * columns / 4);
+        for (int64_t i = 0; runs && i < 8; i++) memcpy(runs + i * run, row + i * packed, packed * sizeof *runs);
+        float unit = fix_row<DIGITS>(runs ? runs : row, columns, center, bytes + m * DIGITS * columns, shifts + m * columns / 4);
         scale[m] = unit * (w.values ? w.unit : 1);
     }
     if (w.values) (rows == 1 ? fixed_dot<1, DIGITS, true> : fixed_dot<2, DIGITS, true>)(w, in, y, threads);
