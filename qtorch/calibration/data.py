@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .captures import Use, UseRecorder
-from .statistics import Statistic, Statistics
+from .statistics import Statistic, Statistics, Sum
 
 NO_BATCH = "calibration: there is no batch; it needs at least one batch"
 
@@ -153,11 +153,22 @@ def collect(
 
     with UseRecorder(found, seen, transposed=transposed):
         run_batches(model, data, end_batch)
-    unseen = {p for p, statistics in found.items() if any(not s.rows for s in statistics.values())}
-    if unseen:
-        names = [name for name, p in model.named_parameters() if p in unseen]
-        raise ValueError(f"calibration: no input of {', '.join(names)} was seen; use a recipe without data for them")
+    for problem, has_it in (
+        ("no input was seen", _is_unseen),
+        ("inputs have NaN, or infinite squares", _is_not_finite),
+    ):
+        wrong = {p for p, statistics in found.items() if any(map(has_it, statistics.values()))}
+        if names := [name for name, p in model.named_parameters() if p in wrong]:
+            raise ValueError(f"calibration: {problem} of {', '.join(names)}; use a recipe without data for them")
     return found
+
+
+def _is_unseen(statistic: Statistic) -> bool:
+    return not statistic.rows
+
+
+def _is_not_finite(statistic: Statistic) -> bool:
+    return isinstance(statistic, Sum) and statistic.total is not None and not bool(statistic.total.isfinite().all())
 
 
 BATCH_TOKENS = 4096

@@ -48,19 +48,21 @@ class StageInputs:
 class BlockRun:
     """A block with quantized weights, run on the inputs that it has in the model as quantized so far. `output` gives
     that of a batch in the float model, `masks` the tokens that count, `names` those of the weights that can be replaced
-    in the block."""
+    in the block, `batches` those that reach it."""
 
     block: nn.Module
-    calls: Sequence[Call]
+    calls: Sequence[Call | None]
     output: Callable[[int], Any]
     masks: Sequence[Tensor | None]
     names: Mapping[Tensor, Sequence[str]]
+    batches: Sequence[int]
 
-    def loss(self, batch: int, weights: Mapping[Tensor, Tensor]) -> Tensor:
-        """The mean square of the error of the output of one batch, relative to that of the float output."""
+    def loss(self, index: int, weights: Mapping[Tensor, Tensor]) -> Tensor:
+        """The mean square of the error of the output of one of `batches`, relative to that of the float output."""
+        batch = self.batches[index]
         named = {name: tensor for weight, tensor in weights.items() for name in self.names[weight]}
         # A block may write into its inputs.
-        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch]))
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch] or ()))
         output = torch.func.functional_call(self.block, named, args, kwargs)
         found, wanted = (next(iter(tensors_of(of)), None) for of in (output, self.output(batch)))
         if found is None or wanted is None:
@@ -186,7 +188,7 @@ class InOrder(Generic[M]):
                 self._learn(block, calls)
             self.quantized.finish(block, calls)
 
-    def _learn(self, block: nn.Module, calls: Sequence[Call]) -> None:
+    def _learn(self, block: nn.Module, calls: Sequence[Call | None]) -> None:
         """Improve the weights of a block, which are all installed, against its outputs in the float model."""
         current = {
             id(slot.module._parameters[slot.attribute]): target
@@ -200,18 +202,21 @@ class InOrder(Generic[M]):
                 names.setdefault(current[id(parameter)].parameter, []).append(name)
         masks = [self.data.mask_of(batch) for batch in self.batches]
         index = self.of_float.blocks.index(block)
-        run = BlockRun(block, calls, partial(self.of_float.store.read, index), masks, names)
+        missed = self.quantized.missed | self.of_float.missed
+        reach = [batch for batch in range(len(masks)) if (block, batch) not in missed]
+        run = BlockRun(block, calls, partial(self.of_float.store.read, index), masks, names, reach)
         learners: dict[BlockLearner, dict[Tensor, M]] = {}
         for weight in names:
             if (learner := self.recipes[id(weight)].learner) is not None:
                 learners.setdefault(learner, {})[weight] = self.made[weight]
-        for learner, mine in learners.items():
+        for learner, mine in learners.items() if reach else ():
             for weight, made in learner.learn_block(run, mine).items():
                 self.install(self.targets[id(weight)], made)
 
     def statistics(
-        self, stage: Stage, block: nn.Module | None, calls: Sequence[Call] | None, of_float: Sequence[Call] | None
-    ) -> dict[Key, Statistics]:
+        self, stage: Stage, block: nn.Module | None, calls: Sequence[Call | None] | None,
+        of_float: Sequence[Call | None] | None,
+    ) -> dict[Key, Statistics]:  # fmt: skip
         """The statistics of the weights of a stage, over all batches; weights with one input share them."""
         kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.recipes[id(weight)].statistics)
         if not kinds:
@@ -255,8 +260,8 @@ class InOrder(Generic[M]):
         return found
 
     def _inputs(
-        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call] | None, batch: int,
-        routing: Routing,
+        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call | None] | None,
+        batch: int, routing: Routing,
     ) -> StageInputs:  # fmt: skip
         """The inputs of the weights of a stage in one batch."""
         found = StageInputs()
@@ -284,8 +289,8 @@ class InOrder(Generic[M]):
             try:
                 if block is None or calls is None:
                     stream.run_rest(batch)
-                else:
-                    block(*calls[batch].args, **calls[batch].kwargs)
+                elif (call := calls[batch]) is not None:
+                    block(*call.args, **call.kwargs)
             except StopForward:
                 pass
         return found

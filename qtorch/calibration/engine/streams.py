@@ -199,14 +199,16 @@ class Stream:
         self.run, self.blocks, self.count, self.keep = run, list(blocks), count, set(keep)
         self.store = store or OutputStore()
         self.done = 0
+        self.missed: set[tuple[nn.Module, int]] = set()
 
-    def calls(self, block: nn.Module) -> Sequence[Call]:
+    def calls(self, block: nn.Module) -> Sequence[Call | None]:
         """The arguments of `block`, of each batch; computed when they are asked for if outputs are not in memory."""
         calls = _Calls(self, block)
         return list(calls) if self.store.in_memory else calls
 
-    def call(self, block: nn.Module, batch: int) -> Call:
-        """The arguments of `block` in one batch."""
+    def call(self, block: nn.Module, batch: int) -> Call | None:
+        """The arguments of `block` in one batch; None, and noted in `missed`, if that does not reach it, as an expert
+        that gets no token."""
         found: list[Call] = []
 
         def record(*args: Any, **kwargs: Any) -> None:
@@ -215,11 +217,20 @@ class Stream:
 
         with replaced_forwards({**self._returning(batch), block: record}), suppress(StopForward):
             self.run(batch)
-        return found[0]
+        if not found:
+            self.missed.add((block, batch))
+        return found[0] if found else None
 
-    def finish(self, block: nn.Module, calls: Iterable[Call]) -> None:
-        """Run `block` on all batches and keep its outputs; blocks are finished in their order."""
-        self.skip(block, (block(*call.args, **call.kwargs) for call in calls))
+    def finish(self, block: nn.Module, calls: Iterable[Call | None]) -> None:
+        """Run `block` on all batches and keep its outputs; blocks are finished in their order. In batches that do not
+        reach it, it hands on the output of the block before."""
+
+        def output(batch: int, call: Call | None) -> Any:
+            if call is not None:
+                return block(*call.args, **call.kwargs)
+            return self.store.read(self.done - 1, batch) if self.done else None
+
+        self.skip(block, (output(batch, call) for batch, call in enumerate(calls)))
 
     def skip(self, block: nn.Module, outputs: Iterable[Any] | None = None) -> None:
         """Take these outputs, or those that are kept, for those of `block`."""
@@ -262,7 +273,7 @@ class Stream:
         return forwards
 
 
-class _Calls(Sequence[Call]):
+class _Calls(Sequence[Call | None]):
     """The arguments of a block, computed when they are asked for."""
 
     def __init__(self, stream: Stream, block: nn.Module) -> None:
@@ -276,7 +287,7 @@ class _Calls(Sequence[Call]):
             raise IndexError(batch)
         return self.stream.call(self.block, batch)
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[Call | None]:
         # Without this, an IndexError in the model would be the end of the sequence.
         return (self[batch] for batch in range(len(self)))
 
@@ -289,14 +300,15 @@ def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> l
     lasts = [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
     every, few = Stream(run, blocks, 1, blocks), Stream(run, blocks, 1, lasts)
     for block in blocks:
-        calls = every.calls(block)
+        call = every.call(block, 0)
+        assert call is not None  # the trace of this batch has found it
         try:
-            same = _equal(calls[0], few.call(block, 0))
+            same = _equal(call, few.call(block, 0))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
             same = False  # outputs of another block do not even fit
         if not same:
             return list(blocks)
-        outputs = [block(*calls[0].args, **calls[0].kwargs)]
+        outputs = [block(*call.args, **call.kwargs)]
         every.skip(block, outputs)
         few.skip(block, outputs)
         few.forget()
