@@ -4,12 +4,15 @@ or blocks, of which each row of blocks keeps as many."""
 import torch
 from torch import Tensor
 
+from .affine import check_tensors
+
 
 def prune_2_4(weight: Tensor) -> Tensor:
     """Keep the two largest magnitudes of each four elements along the last axis, and set the rest to zero.
 
     Of equal magnitudes the first are kept. A last run of less than four is padded with zeros.
     """
+    check_tensors("prune_2_4", weight)
     return torch.where(mask_2_4(weight.detach().abs()), weight, 0)
 
 
@@ -26,6 +29,7 @@ def mask_2_4(importance: Tensor) -> Tensor:
 
 def is_2_4(tensor: Tensor) -> bool:
     """Whether at most two of each four elements along the last axis are not zero."""
+    check_tensors("is_2_4", tensor)
     return not bool((runs_of_four(tensor) != 0).sum(-1).gt(2).any())
 
 
@@ -46,7 +50,7 @@ def mask_blocks(importance: Tensor, block_size: int, sparsity: float) -> Tensor:
         importance: (N, K) not negative; the importance of a block is the sum of that of its elements.
     """
     shape = tuple(importance.shape)
-    if len(shape) != 2 or any(size % block_size for size in shape):
+    if len(shape) != 2 or block_size < 1 or any(size % block_size for size in shape):
         raise ValueError(f"blocks of {block_size} x {block_size} do not divide a matrix of shape {shape}")
     blocks = importance.unflatten(1, (-1, block_size)).unflatten(0, (-1, block_size)).sum((1, 3), dtype=torch.float32)
     best = blocks.argsort(dim=1, descending=True, stable=True)[:, : kept_blocks(blocks.shape[1], sparsity)]
@@ -65,4 +69,5 @@ def prune_blocks(weight: Tensor, block_size: int, sparsity: float) -> Tensor:
     Raises:
         ValueError: blocks do not divide the matrix.
     """
+    check_tensors("prune_blocks", weight)
     return torch.where(mask_blocks(weight.detach().float().square(), block_size, sparsity), weight, 0)

@@ -67,6 +67,8 @@ class BlockRun:
         found, wanted = (next(iter(tensors_of(of)), None) for of in (output, self.output(batch)))
         if found is None or wanted is None:
             raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")
+        if found.shape != wanted.shape:
+            return found.float().sum() * 0  # an expert to which the float model sends other tokens
         error = (found - wanted).float()
         mask = self.masks[batch]
         if mask is not None and tuple(error.shape[: mask.dim()]) == tuple(mask.shape):
