@@ -153,22 +153,16 @@ def collect(
 
     with UseRecorder(found, seen, transposed=transposed):
         run_batches(model, data, end_batch)
-    for problem, has_it in (
-        ("no input was seen", _is_unseen),
-        ("inputs have NaN, or infinite squares", _is_not_finite),
-    ):
-        wrong = {p for p, statistics in found.items() if any(map(has_it, statistics.values()))}
-        if names := [name for name, p in model.named_parameters() if p in wrong]:
-            raise ValueError(f"calibration: {problem} of {', '.join(names)}; use a recipe without data for them")
+    of_each = [(name, _problem(s)) for name, p in model.named_parameters() for s in found.get(p, {}).values()]
+    if wrong := ", ".join(f"{name}: {problem}" for name, problem in of_each if problem):
+        raise ValueError(f"calibration: {wrong}; use a recipe without data for them")
     return found
 
 
-def _is_unseen(statistic: Statistic) -> bool:
-    return not statistic.rows
-
-
-def _is_not_finite(statistic: Statistic) -> bool:
-    return isinstance(statistic, Sum) and statistic.total is not None and not bool(statistic.total.isfinite().all())
+def _problem(statistic: Statistic) -> str:
+    total = statistic.total if isinstance(statistic, Sum) else None
+    not_finite = total is not None and not bool(total.isfinite().all())
+    return "no input was seen" if not statistic.rows else "its inputs have NaN, or infinite squares" * not_finite
 
 
 BATCH_TOKENS = 4096

@@ -70,9 +70,9 @@ class KVCacheSpec:
     @classmethod
     def of(cls, spec: "KVCacheSpec | str") -> "KVCacheSpec":
         """`spec`; a string is the dtype of one."""
-        if not isinstance(spec, cls | str):
+        if not isinstance(spec, KVCacheSpec | str):
             raise TypeError(f'takes a KVCacheSpec, or its dtype such as "int8", got {type(spec).__name__}')
-        return spec if isinstance(spec, cls) else cls(spec)
+        return cls(spec) if isinstance(spec, str) else spec
 
     def settled(self, growing: bool = True) -> "KVCacheSpec":
         """The spec of a store that grows, or of one that quantizes each token when it comes, with nothing None."""

@@ -207,9 +207,7 @@ def check_tensors(function: str, *values: Any) -> None:
     """Raise `TypeError` if one of these is no tensor; the message names `function`."""
     for value in values:
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{function} takes tensors, got {type(value).__name__} {' '.join(f'{value!r:.60}'.split())}"
-            )
+            raise TypeError(f"{function} takes tensors, got {type(value).__name__}")
 
 
 def code_range(dtype: torch.dtype | QDType, quant_min: float | None, quant_max: float | None) -> tuple[float, float]:

@@ -4,15 +4,12 @@ or blocks, of which each row of blocks keeps as many."""
 import torch
 from torch import Tensor
 
-from .affine import check_tensors
-
 
 def prune_2_4(weight: Tensor) -> Tensor:
     """Keep the two largest magnitudes of each four elements along the last axis, and set the rest to zero.
 
     Of equal magnitudes the first are kept. A last run of less than four is padded with zeros.
     """
-    check_tensors("prune_2_4", weight)
     return torch.where(mask_2_4(weight.detach().abs()), weight, 0)
 
 
@@ -29,7 +26,6 @@ def mask_2_4(importance: Tensor) -> Tensor:
 
 def is_2_4(tensor: Tensor) -> bool:
     """Whether at most two of each four elements along the last axis are not zero."""
-    check_tensors("is_2_4", tensor)
     return not bool((runs_of_four(tensor) != 0).sum(-1).gt(2).any())
 
 
@@ -69,5 +65,4 @@ def prune_blocks(weight: Tensor, block_size: int, sparsity: float) -> Tensor:
     Raises:
         ValueError: blocks do not divide the matrix.
     """
-    check_tensors("prune_blocks", weight)
     return torch.where(mask_blocks(weight.detach().float().square(), block_size, sparsity), weight, 0)

@@ -1,7 +1,9 @@
 """Wrong arguments: the error says what was got, what is wanted and what to write instead; the model is unchanged."""
 
+import contextlib
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable
@@ -33,6 +35,41 @@ def quantized(layer: nn.Module, recipe: Recipe, example: Tensor | None = None) -
     if example is not None and recipe.trains:
         model.train()(example)
     return model
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "int8", object(), [], torch.zeros(())], ids=lambda value: type(value).__name__
+)
+def test_no_public_function_fails_inside(value: object) -> None:
+    """Called with one thing for all that it needs, it does what it says or raises an error of its own."""
+    tried = 0
+    for module in (qtorch, qtorch.calibration, qtorch.training, qtorch.kv_cache):
+        for function in (getattr(module, name) for name in module.__all__):
+            if not callable(function) or inspect.isabstract(function) or not hasattr(function, "__name__"):
+                continue
+            wanted = inspect.signature(function).parameters.values()
+            needed = [p for p in wanted if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
+            if needed:
+                tried += 1
+                with contextlib.suppress(ValueError, TypeError, RuntimeError, OSError):
+                    function(*[value] * len(needed))
+    assert tried > 60
+
+
+@pytest.mark.parametrize(("words", "make"), [
+    ("GemmSpec: lhs takes QuantSpec or None, got 'int8'", lambda: qtorch.training.GemmSpec("int8", "int8")),
+    ("GemmSpec: output_dtype .* write torch.float32", lambda: qtorch.training.GemmSpec(output_dtype="float32")),
+    ("LinearSpec: activation takes QuantSpec or None", lambda: qtorch.LinearSpec(qtorch.QuantSpec("int8"), "int8")),
+    ("KVCacheSpec: recent takes an integer or None", lambda: qtorch.kv_cache.KVCacheSpec(recent="x")),
+    ("PackedLayout: axis takes an integer, got None", lambda: qtorch.PackedLayout(None)),
+    ("compute_error takes tensors, got list", lambda: qtorch.compute_error([1.0], [1.0])),
+    ("parameter_groups: takes a model", lambda: qtorch.training.parameter_groups(None, 1e-3)),
+])  # fmt: skip
+def test_arguments_of_other_types_are_named(words: str, make: Callable[[], object]) -> None:
+    refuses(words, make, TypeError)
 
 
 # --- inputs ---

@@ -25,7 +25,7 @@ from ..data import Data, StopForward, eval_mode, tensors_of
 from ..statistics import NoInputs, Statistic, Statistics, Sum
 from .float_weights import Weights
 from .progress import Progress
-from .streams import Call, Stream, needed_outputs, replaced_forwards
+from .streams import Calls, Stream, needed_outputs, replaced_forwards
 from .trace import Routing, Stage, Unit, trace
 
 M = TypeVar("M", bound="tuple[Any, ...]")
@@ -51,7 +51,7 @@ class BlockRun:
     in the block, `batches` those that reach it."""
 
     block: nn.Module
-    calls: Sequence[Call | None]
+    calls: Calls
     output: Callable[[int], Any]
     masks: Sequence[Tensor | None]
     names: Mapping[Tensor, Sequence[str]]
@@ -190,7 +190,7 @@ class InOrder(Generic[M]):
                 self._learn(block, calls)
             self.quantized.finish(block, calls)
 
-    def _learn(self, block: nn.Module, calls: Sequence[Call | None]) -> None:
+    def _learn(self, block: nn.Module, calls: Calls) -> None:
         """Improve the weights of a block, which are all installed, against its outputs in the float model."""
         current = {
             id(slot.module._parameters[slot.attribute]): target
@@ -216,9 +216,8 @@ class InOrder(Generic[M]):
                 self.install(self.targets[id(weight)], made)
 
     def statistics(
-        self, stage: Stage, block: nn.Module | None, calls: Sequence[Call | None] | None,
-        of_float: Sequence[Call | None] | None,
-    ) -> dict[Key, Statistics]:  # fmt: skip
+        self, stage: Stage, block: nn.Module | None, calls: Calls | None, of_float: Calls | None
+    ) -> dict[Key, Statistics]:
         """The statistics of the weights of a stage, over all batches; weights with one input share them."""
         kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.recipes[id(weight)].statistics)
         if not kinds:
@@ -262,8 +261,8 @@ class InOrder(Generic[M]):
         return found
 
     def _inputs(
-        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call | None] | None,
-        batch: int, routing: Routing,
+        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Calls | None, batch: int,
+        routing: Routing,
     ) -> StageInputs:  # fmt: skip
         """The inputs of the weights of a stage in one batch."""
         found = StageInputs()

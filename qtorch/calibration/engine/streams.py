@@ -169,6 +169,9 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+Calls = Sequence[Call | None]
+"""The arguments of a block in each batch."""
+
 Run = Callable[[int], Any]
 """Runs the model on the batch of this index."""
 
@@ -201,7 +204,7 @@ class Stream:
         self.done = 0
         self.missed: set[tuple[nn.Module, int]] = set()
 
-    def calls(self, block: nn.Module) -> Sequence[Call | None]:
+    def calls(self, block: nn.Module) -> Calls:
         """The arguments of `block`, of each batch; computed when they are asked for if outputs are not in memory."""
         calls = _Calls(self, block)
         return list(calls) if self.store.in_memory else calls
@@ -283,8 +286,6 @@ class _Calls(Sequence[Call | None]):
         return self.stream.count
 
     def __getitem__(self, batch: Any) -> Any:
-        if not 0 <= batch < len(self):
-            raise IndexError(batch)
         return self.stream.call(self.block, batch)
 
     def __iter__(self) -> Iterator[Call | None]:

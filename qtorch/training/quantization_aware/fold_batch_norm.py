@@ -93,7 +93,7 @@ def fold_batch_norm(
             running statistics, or a module is in several pairs. The model is unchanged.
     """
     check_model("fold_batch_norm", model)
-    found = _adjacent(model) if pairs is None else list(pairs.items())
+    found = _adjacent(model) if pairs is None else list(dict(pairs).items())
     modules = dict(model.named_modules())
     folded: list[tuple[str, str]] = []
     for conv, norm in found:
