@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 
 import qtorch
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only, primitives, quantize_
+from qtorch.model import weight_kinds
 from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import MasterWeight, convert, int8_mixed_precision_training, lsq, qat, scheduled_qat
 from tests import every_recipe, quantize_model
@@ -45,7 +46,7 @@ def quantized(layer: nn.Module, recipe: Recipe, example: Tensor | None = None) -
 )
 def test_no_public_function_fails_inside(value: object) -> None:
     """Called with one thing for all that it needs, it does what it says or raises an error of its own."""
-    tried = 0
+    tried, rules = 0, list(weight_kinds.RULES)
     for module in (qtorch, qtorch.calibration, qtorch.training, qtorch.kv_cache):
         for function in (getattr(module, name) for name in module.__all__):
             if not callable(function) or inspect.isabstract(function) or not hasattr(function, "__name__"):
@@ -57,6 +58,7 @@ def test_no_public_function_fails_inside(value: object) -> None:
                 with contextlib.suppress(ValueError, TypeError, RuntimeError, OSError):
                     function(*[value] * len(needed))
     assert tried > 60
+    assert rules == weight_kinds.RULES
 
 
 @pytest.mark.parametrize(("words", "make"), [
