@@ -62,7 +62,7 @@ class BlockRun:
         batch = self.batches[index]
         named = {name: tensor for weight, tensor in weights.items() for name in self.names[weight]}
         # A block may write into its inputs.
-        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch] or ()))
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls(batch) or ()))
         output = torch.func.functional_call(self.block, named, args, kwargs)
         found, wanted = (next(iter(tensors_of(of)), None) for of in (output, self.output(batch)))
         if found is None or wanted is None:
@@ -290,7 +290,7 @@ class InOrder(Generic[M]):
             try:
                 if block is None or calls is None:
                     stream.run_rest(batch)
-                elif (call := calls[batch]) is not None:
+                elif (call := calls(batch)) is not None:
                     block(*call.args, **call.kwargs)
             except StopForward:
                 pass

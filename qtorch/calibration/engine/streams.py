@@ -8,6 +8,7 @@ norms, a decoder that reads an encoder) happens as it always does.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -169,8 +170,8 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-Calls = Sequence[Call | None]
-"""The arguments of a block in each batch."""
+Calls = Callable[[int], Call | None]
+"""The arguments of a block in the batch of this index."""
 
 Run = Callable[[int], Any]
 """Runs the model on the batch of this index."""
@@ -206,8 +207,9 @@ class Stream:
 
     def calls(self, block: nn.Module) -> Calls:
         """The arguments of `block`, of each batch; computed when they are asked for if outputs are not in memory."""
-        calls = _Calls(self, block)
-        return list(calls) if self.store.in_memory else calls
+        if not self.store.in_memory:
+            return partial(self.call, block)
+        return [self.call(block, batch) for batch in range(self.count)].__getitem__
 
     def call(self, block: nn.Module, batch: int) -> Call | None:
         """The arguments of `block` in one batch; None, and noted in `missed`, if that does not reach it, as an expert
@@ -224,16 +226,16 @@ class Stream:
             self.missed.add((block, batch))
         return found[0] if found else None
 
-    def finish(self, block: nn.Module, calls: Iterable[Call | None]) -> None:
+    def finish(self, block: nn.Module, calls: Calls) -> None:
         """Run `block` on all batches and keep its outputs; blocks are finished in their order. In batches that do not
         reach it, it hands on the output of the block before."""
 
-        def output(batch: int, call: Call | None) -> Any:
-            if call is not None:
+        def output(batch: int) -> Any:
+            if (call := calls(batch)) is not None:
                 return block(*call.args, **call.kwargs)
             return self.store.read(self.done - 1, batch) if self.done else None
 
-        self.skip(block, (output(batch, call) for batch, call in enumerate(calls)))
+        self.skip(block, map(output, range(self.count)))
 
     def skip(self, block: nn.Module, outputs: Iterable[Any] | None = None) -> None:
         """Take these outputs, or those that are kept, for those of `block`."""
@@ -274,23 +276,6 @@ class Stream:
                 source = index
             forwards[self.blocks[index]] = lambda *args, _source=source, **kwargs: output(_source)
         return forwards
-
-
-class _Calls(Sequence[Call | None]):
-    """The arguments of a block, computed when they are asked for."""
-
-    def __init__(self, stream: Stream, block: nn.Module) -> None:
-        self.stream, self.block = stream, block
-
-    def __len__(self) -> int:
-        return self.stream.count
-
-    def __getitem__(self, batch: Any) -> Any:
-        return self.stream.call(self.block, batch)
-
-    def __iter__(self) -> Iterator[Call | None]:
-        # Without this, an IndexError in the model would be the end of the sequence.
-        return (self[batch] for batch in range(len(self)))
 
 
 def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
