@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from .cli import answer_without_torch
 
+__version__ = "0.1.0"
+
 answer_without_torch()
 
 # Many objects are made here, and each full collection would look through all of torch: 0.25 of 0.4 s.
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
     from .model.uses import find_uses
 
 integrations.watch_imports()
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AffineQuantizedTensor", "BlockSparseLayout", "CodebookSpec", "LUTQuantizedTensor", "LinearSpec", "MappingType",

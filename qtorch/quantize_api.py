@@ -85,7 +85,8 @@ def quantize_(
 
             Routers, which choose among experts, are tiny and stay in floating point, except for ``"all"`` and by name.
             A head that is tied to an embedding is a linear layer: both are quantized, as one weight.
-        on_misfit: what becomes of a weight whose contracted axis the groups of its recipe do not divide:
+        on_misfit: what becomes of a weight whose contracted axis the groups of its recipe do not divide, or that is too
+            small for it:
 
             - ``"error"``: an error that names all such weights, and the entries of a mapping that fit;
             - ``"pad"``: the last group is completed with zeros, see `PaddedWeight`; for recipes without data;
@@ -312,12 +313,11 @@ def check_targets(targets: list[Target[Recipe]], check: misfit.Check, outcome: s
     more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
     message = "\n".join(list(problems)[:8]) + more + outcome
     indivisible = [target for target in problems.values() if target is not None][:8]
+    fitting = [misfit.coarser(target, target.recipe, check) for target in indivisible if target.recipe is not None]
+    fits = [recipe is not target.recipe for recipe, target in zip(fitting, indivisible, strict=True)]
     if indivisible:
-        message += '; on_misfit="coarser" accepts them; entries of a mapping that fit, to stand before others:'
-    for target in indivisible:
-        recipe = target.recipe
-        assert recipe is not None
-        fitting = misfit.coarser(target, recipe, check)
-        entry = f"{fitting},  # or None" if fitting is not recipe else "None,"
-        message += f'\n"{target.slot.label}": {entry}'
+        word = '"coarser" accepts them' if all(fits) else '"skip" leaves them in floating point'
+        message += f"; on_misfit={word}; entries of a mapping that fit, to stand before others:"
+    for target, recipe, new in zip(indivisible, fitting, fits, strict=True):
+        message += f'\n"{target.slot.label}": {f"{recipe},  # or None" if new else "None,"}'
     raise Refused(message)

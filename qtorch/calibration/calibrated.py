@@ -145,10 +145,9 @@ class StaticActivation(NamedTuple):
             of_all = next((found for found in of_all.values() if isinstance(found, dict)), {})
         seen = of_all.get(observer.statistic)
         if seen is None or not seen.rows:
-            raise ValueError(
-                f"{recipe} takes the scale of the activation from data, and no batch has used this weight in a "
-                "product; give batches that reach it, or None for it in a mapping"
-            )
+            why = "no batch has used this weight in a product; give ones that reach it, or None for it in a mapping"
+            why = why if seen is None else "each row of the inputs of this weight has a NaN or an infinity"
+            raise ValueError(f"{recipe} takes the scale of the activation from data, and {why}")
         low, high = (end.float().reshape(1, 1).to(weight.device) for end in observer.range(seen, spec))
         scale, zero_point = spec.choose_qparams_from_range(low, high)
         codes = torch.tensor([spec.code_range], device=scale.device, dtype=torch.float32).to(spec.dtype.storage)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .captures import Use, UseRecorder
-from .statistics import Statistic, Statistics
+from .statistics import Statistic, Statistics, Sum
 
 NO_BATCH = "calibration: there is no batch; it needs at least one batch"
 
@@ -153,11 +153,16 @@ def collect(
 
     with UseRecorder(found, seen, transposed=transposed):
         run_batches(model, data, end_batch)
-    unseen = {p for p, statistics in found.items() if any(not s.rows for s in statistics.values())}
-    if unseen:
-        names = [name for name, p in model.named_parameters() if p in unseen]
-        raise ValueError(f"calibration: no input of {', '.join(names)} was seen; use a recipe without data for them")
+    of_each = [(name, _problem(s)) for name, p in model.named_parameters() for s in found.get(p, {}).values()]
+    if wrong := ", ".join(f"{name}: {problem}" for name, problem in of_each if problem):
+        raise ValueError(f"calibration: {wrong}; use a recipe without data for them")
     return found
+
+
+def _problem(statistic: Statistic) -> str:
+    total = statistic.total if isinstance(statistic, Sum) else None
+    not_finite = total is not None and not bool(total.isfinite().all())
+    return "no input was seen" if not statistic.rows else "its inputs have NaN, or infinite squares" * not_finite
 
 
 BATCH_TOKENS = 4096

@@ -118,7 +118,7 @@ def check_destination(function: str, format: str, path: Path) -> str:
     suffix = SAVE_FORMATS[format].suffix if format in SAVE_FORMATS else ""
     if suffix and (path.suffix != suffix or path.is_dir()):
         raise ValueError(f"{function}: the format {format!r} is a file, such as {path.name}{suffix}, got {path}")
-    if not suffix and path.exists() and not path.is_dir():
+    if not suffix and (path.suffix in (".gguf", ".safetensors") or path.exists()) and not path.is_dir():
         raise NotADirectoryError(f"{function}: {path} is a file; format {format!r} is written to a folder")
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{function}: there is no folder {path.absolute().parent}")

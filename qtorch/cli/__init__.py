@@ -88,6 +88,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"qtorch {sys.modules['qtorch'].__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, text, add_arguments, run, check_more in COMMANDS:
         about, _, more = text.partition("\n")

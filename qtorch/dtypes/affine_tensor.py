@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..kernels.ops.quantize import quantize_weight
 from ..primitives import LinearSpec, QuantSpec, Scheme, double_quant
+from ..primitives.affine import check_floating_point
 from ..primitives.layouts.base import FLOATS, INTEGERS, Form, Forms, Plain, check_inner_tensors
 from .base import QuantizedTensor, with_dense_scales
 
@@ -76,8 +77,7 @@ class AffineQuantizedTensor(QuantizedTensor):
             ValueError: a block does not divide the shape, or a static spec has no `act_scale`.
             TypeError: `input` is not in floating point.
         """
-        if not input.is_floating_point():
-            raise TypeError(f"from_float takes a floating-point tensor, got {input.dtype}")
+        check_floating_point("from_float", input)
         linear = cls.complete(spec)
         weight = linear.weight
         with torch.no_grad():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..primitives import NF4_TABLE, CodebookSpec, LinearSpec, PerGroup, QuantSpec, Scheme, double_quant, qdtype
+from ..primitives.affine import check_floating_point
 from ..primitives.layouts import FLOATS, Form, Forms, Plain, smallest_layout
 from .base import QuantizedTensor, with_dense_scales
 
@@ -70,8 +71,7 @@ class LUTQuantizedTensor(QuantizedTensor):
             ValueError: a block does not divide the shape, or the spec is not a `CodebookSpec`.
             TypeError: `input` is not in floating point.
         """
-        if not input.is_floating_point():
-            raise TypeError(f"from_float takes a floating-point tensor, got {input.dtype}")
+        check_floating_point("from_float", input)
         linear = cls.complete(spec)
         weight = cast(CodebookSpec, linear.weight)
         with torch.no_grad():

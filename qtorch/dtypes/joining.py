@@ -152,15 +152,18 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Tensors of one spec. Along an axis that one scale spans, that scale must be equal in all: parts of one tensor."""
     tensors = args[0]
     axis = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    first = tensors[0]
+    first = next(tensor for tensor in tensors if isinstance(tensor, QuantizedTensor))
     for other in tensors:
         if type(other) is not type(first) or other.scheme.spec != first.scheme.spec:
-            raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {other!r}")
+            what = repr(other) if isinstance(other, QuantizedTensor) else f"a tensor of {other.dtype}"
+            raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {what}")
         if other.scheme.dtype != first.scheme.dtype:
             raise ValueError(f"cat joins tensors of one dtype, got {first.scheme.dtype} and {other.scheme.dtype}")
     of_activation = [name for name in _ACTIVATION if getattr(first, name, None) is not None]
     if not all(torch.equal(getattr(t, name), getattr(first, name)) for t in tensors for name in of_activation):
         raise ValueError("cat cannot join weights with static activation scales, which differ; dequantize() them first")
+    if not -len(first.scheme.shape) <= axis < len(first.scheme.shape):
+        raise ValueError(f"cat along axis {axis} of tensors of shape {tuple(first.scheme.shape)}")
     axis %= len(first.scheme.shape)
     codes = torch.cat([tensor.plain()[0] for tensor in tensors], axis)
     if first.scheme.weight.granularity.pattern(len(first.scheme.shape))[axis] == -1:

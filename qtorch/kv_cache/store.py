@@ -13,6 +13,7 @@ from ..kernels.cache_form import TOKENS, CacheForm, Parts, cache_form
 from ..kernels.ops.kv_attention import kv_attention
 from ..kernels.ops.quantize import rotate_heads
 from ..primitives import is_compiling, jsonable, qdtype
+from ..primitives.affine import check_tensors
 
 
 @jsonable
@@ -66,6 +67,13 @@ class KVCacheSpec:
         if self.scale_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"KVCacheSpec: scale_dtype is fp32, bf16 or fp16, got {self.scale_dtype}")
 
+    @classmethod
+    def of(cls, spec: "KVCacheSpec | str") -> "KVCacheSpec":
+        """`spec`; a string is the dtype of one."""
+        if not isinstance(spec, KVCacheSpec | str):
+            raise TypeError(f'takes a KVCacheSpec, or its dtype such as "int8", got {type(spec).__name__}')
+        return cls(spec) if isinstance(spec, str) else spec
+
     def settled(self, growing: bool = True) -> "KVCacheSpec":
         """The spec of a store that grows, or of one that quantizes each token when it comes, with nothing None."""
         of_keys, of_values = (TOKENS[str(name)].dtype.bits <= 4 for name in (self.dtype, self.value_dtype))
@@ -95,8 +103,9 @@ class KVStore(ABC):
     """The keys and values of one layer of attention, (B, H, T, D), in codes: so many channels of each (`widths`), in
     the dtype and on the device of what was appended. Where the spec rotates, all that is held is rotated."""
 
-    def __init__(self, spec: KVCacheSpec) -> None:
-        self.spec, self.form = spec, spec.form
+    def __init__(self, spec: KVCacheSpec | str, growing: bool) -> None:
+        self.spec = spec = KVCacheSpec.of(spec).settled(growing)
+        self.form = spec.form
         self.rotated = bool(spec.rotate_keys), spec.rotate_values
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self.widths = (0, 0)
@@ -144,6 +153,7 @@ class KVStore(ABC):
         Raises:
             ValueError: shapes do not fit.
         """
+        check_heads("attend", query)
         keys, values, recent, length = self.parts()
         if last is not None and last < self.shape[2]:
             keys, values = (tuple(x.narrow(2, x.shape[2] - last, last) for x in of) for of in (keys, values))
@@ -180,7 +190,7 @@ class KVStore(ABC):
 
     def reorder(self, rows: Tensor) -> None:
         """Let row i of the batch become row `rows[i]`; rows may be left out or repeated."""
-        self.change(lambda x: x.index_select(0, rows.to(x.device)))
+        self.change(lambda x: x.index_select(0, torch.as_tensor(rows, device=x.device)))
 
     def repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
@@ -199,6 +209,7 @@ class KVStore(ABC):
 
     def note_form(self, keys: Tensor, values: Tensor) -> None:
         """Remember widths, dtype and device of the first tokens, and check that later ones have the same."""
+        check_heads("append", keys, values)
         found = (keys.shape[3], values.shape[3]), keys.dtype, keys.device
         if self.widths == (0, 0):
             self.widths, self.dtype, self.device = found
@@ -210,6 +221,13 @@ class KVStore(ABC):
                 f"the cache holds ({batch}, {heads}, tokens, {self.widths}) {before[1]} on {before[2]}; got keys "
                 f"{tuple(keys.shape)} {keys.dtype} and values {tuple(values.shape)} {values.dtype} on {keys.device}"
             )
+
+
+def check_heads(function: str, *tensors: Any) -> None:
+    """Raise `ValueError` if one of these is no tensor with four axes."""
+    check_tensors(function, *tensors)
+    if wrong := [tuple(tensor.shape) for tensor in tensors if tensor.dim() != 4]:
+        raise ValueError(f"{function} takes tensors (batch, heads, tokens, channels), got {wrong[0]}")
 
 
 class NoGradient(torch.autograd.Function):

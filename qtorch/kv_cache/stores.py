@@ -64,11 +64,11 @@ class GrowingKV(KVStore):
     left of it becomes floating point, and part of a new block.
 
     Args:
-        spec: how tokens are quantized.
+        spec: how tokens are quantized; a string is the `dtype` of a `KVCacheSpec`.
     """
 
-    def __init__(self, spec: KVCacheSpec) -> None:
-        super().__init__(spec.settled())
+    def __init__(self, spec: KVCacheSpec | str) -> None:
+        super().__init__(spec, True)
         self.keys, self.values = ([GrowingTensor() for _ in self.form.stored(1, keys)] for keys in (True, False))
         self.recent = [GrowingTensor(), GrowingTensor()]
 
@@ -165,22 +165,22 @@ class StaticKV(KVStore):
     The number of tokens is a tensor, so that a compiled graph serves every length.
 
     Args:
-        spec: how tokens are quantized; each by itself, and none stays in floating point.
+        spec: as for `GrowingKV`; each token is quantized by itself, and none stays in floating point.
         max_length: tokens for which there is room.
 
     Raises:
         ValueError: the spec's tokens share scales or stay in floating point, or `max_length` is not positive.
     """
 
-    def __init__(self, spec: KVCacheSpec, max_length: int) -> None:
-        super().__init__(spec := spec.settled(growing=False))
-        if spec.step > 1 or spec.kept:
+    def __init__(self, spec: KVCacheSpec | str, max_length: int) -> None:
+        super().__init__(spec, False)
+        if self.spec.step > 1 or self.spec.kept:
             raise ValueError(
-                f'a static cache quantizes each token when it comes: keys="token" and no recent tokens, got {spec}; '
-                "leave max_length out for a cache that grows"
+                'a static cache quantizes each token when it comes: keys="token" and no recent tokens, got '
+                f"{self.spec}; leave max_length out for a cache that grows"
             )
-        if max_length < 1:
-            raise ValueError(f"max_length is positive, got {max_length}")
+        if not isinstance(max_length, int) or max_length < 1:
+            raise ValueError(f"max_length is a positive integer, got {max_length!r}")
         self.max_length = max_length
         self.length = torch.zeros((), dtype=torch.int64, device="cpu")
         self.keys: Parts = ()

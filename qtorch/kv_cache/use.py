@@ -40,7 +40,7 @@ def quantized_cache(model: Any, spec: KVCacheSpec | str = "int8", max_length: in
     check_version("transformers")
     from .transformers_cache import make_cache
 
-    return make_cache(model, KVCacheSpec(spec) if isinstance(spec, str) else spec, max_length)
+    return make_cache(model, KVCacheSpec.of(spec), max_length)
 
 
 def use_quantized_attention(model: Model) -> Model:
@@ -76,5 +76,4 @@ def explain_attention(
         dtype: of the queries.
         device: type of their device.
     """
-    spec = (KVCacheSpec(spec) if isinstance(spec, str) else spec).settled()
-    return explain_problem(problem_of(spec.form, head_dim, dtype, device))
+    return explain_problem(problem_of(KVCacheSpec.of(spec).settled().form, head_dim, dtype, device))

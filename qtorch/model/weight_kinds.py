@@ -108,6 +108,10 @@ def register_weight_kind(rule: Rule) -> Rule:
             if type(module).__name__ == "MyLinear" and attribute == "kernel":
                 return qtorch.model.weight_kinds.LINEAR_IN_OUT
     """
+    if not callable(rule):
+        raise TypeError(
+            f"register_weight_kind: takes a function (module, attribute) -> WeightKind or None, got {rule!r}"
+        )
     RULES.insert(0, rule)
     return rule
 

@@ -20,6 +20,7 @@ fused.
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,8 +198,16 @@ def dequantize_affine(
 
 def check_floating_point(function: str, input: Tensor) -> None:
     """Raise `TypeError` if `input` is not in floating point; the message names `function`."""
+    check_tensors(function, input)
     if not input.is_floating_point():
         raise TypeError(f"{function} takes a floating-point tensor, got {input.dtype}: input.float()")
+
+
+def check_tensors(function: str, *values: Any) -> None:
+    """Raise `TypeError` if one of these is no tensor; the message names `function`."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{function} takes tensors, got {type(value).__name__}")
 
 
 def code_range(dtype: torch.dtype | QDType, quant_min: float | None, quant_max: float | None) -> tuple[float, float]:

@@ -119,7 +119,7 @@ def granularity_of(pattern: Sequence[int]) -> Granularity:
 
 
 class IndivisibleError(ValueError):
-    """The error for blocks that do not divide a tensor."""
+    """The error for a tensor whose shape does not fit: blocks do not divide it, or it is smaller than one."""
 
 
 def resolve_block(pattern: Sequence[int], shape: Sequence[int]) -> Block:

@@ -38,7 +38,25 @@ def jsonable(cls: type[T], called: str = "") -> type[T]:
         raise ValueError(f"jsonable: the name {name!r} is already taken by {CLASSES[name]!r}")
     if issubclass(cls, enum.Enum):
         register_string_reader(name, cls.__getitem__)
+    elif hasattr(cls, "__post_init__"):
+        cls.__post_init__ = _named(cls.__post_init__)  # type: ignore[attr-defined]
     return cls
+
+
+def _named(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`post_init` of a dataclass; where an argument of another type than its field makes it fail, the error says so."""
+
+    @functools.wraps(post_init)
+    def checked(self: Any) -> None:
+        try:
+            post_init(self)
+        except (TypeError, AttributeError) as error:
+            name = _CALLED.get(type(self), type(self).__name__)
+            if str(error).startswith(name) or not (wrong := wrong_type(type(self), vars(self))):
+                raise
+            raise TypeError(f"{name}: {wrong}") from error
+
+    return checked
 
 
 class HashedOnce:

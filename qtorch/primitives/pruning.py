@@ -46,7 +46,7 @@ def mask_blocks(importance: Tensor, block_size: int, sparsity: float) -> Tensor:
         importance: (N, K) not negative; the importance of a block is the sum of that of its elements.
     """
     shape = tuple(importance.shape)
-    if len(shape) != 2 or any(size % block_size for size in shape):
+    if len(shape) != 2 or block_size < 1 or any(size % block_size for size in shape):
         raise ValueError(f"blocks of {block_size} x {block_size} do not divide a matrix of shape {shape}")
     blocks = importance.unflatten(1, (-1, block_size)).unflatten(0, (-1, block_size)).sum((1, 3), dtype=torch.float32)
     best = blocks.argsort(dim=1, descending=True, stable=True)[:, : kept_blocks(blocks.shape[1], sparsity)]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .affine import check_tensors
 from .slices import needs_slices, slice_elements
 
 
@@ -11,6 +12,7 @@ def compute_error(x: Tensor, y: Tensor) -> Tensor:
 
     It is infinite if the two are equal, which in a test of a quantizer means that nothing was quantized.
     """
+    check_tensors("compute_error", x, y)
     x, y = x.detach(), y.detach()
     if x.shape == y.shape and needs_slices(x) and needs_slices(y):
         parts = [tensor.reshape(-1).split(slice_elements()) for tensor in (x, y)]

@@ -366,12 +366,7 @@ def _check_arguments(cls: type[Recipe]) -> None:
         plain = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
         if wrong := wrong_type(cls, plain, (int, float, bool, str, NoneType, WeightRecipe)):
             raise TypeError(f"{cls.name}: {wrong}")
-        try:
-            init(self, *args, **kwargs)
-        except (TypeError, AttributeError) as error:
-            if str(error).startswith(cls.name) or not (wrong := wrong_type(cls, given)):
-                raise
-            raise TypeError(f"{cls.name}: {wrong}") from error
+        init(self, *args, **kwargs)
         if wrong := wrong_type(cls, vars(self)):
             raise TypeError(f"{cls.name}: {wrong}")
 

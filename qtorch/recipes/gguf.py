@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..primitives import CodebookSpec, LinearSpec, MappingType, PerGroup, QuantSpec, ZeroPointDomain, qdtype
+from ..primitives.granularity import IndivisibleError
 from ..primitives.layouts.plain import smallest_layout
 from ..primitives.scale_rules import MinMaxRule, ScaleRule
 from .base import WeightRecipe, register_recipe
@@ -141,7 +142,8 @@ class _KType(WeightRecipe):
     def check_form(self, weight: torch.Tensor) -> None:
         super().check_form(weight)
         if weight.shape[-1] % K:
-            raise ValueError(f"{self.name}: a row has super-blocks of {K}, got {weight.shape[-1]}; gguf_q4_0() has 32")
+            found = f"super-blocks of {K} do not divide a row of {weight.shape[-1]}"
+            raise IndivisibleError(f"{self.name}: {found}; those of gguf_q4_0() have 32")
 
 
 @register_recipe("gguf_q6_k")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..dtypes import LowRankWeight, QuantizedTensor, low_rank_weight
 from ..primitives import LinearSpec
+from ..primitives.granularity import IndivisibleError
 from ..primitives.low_rank_factors import low_rank_factors
 from .base import Branch, T, WeightRecipe, register_recipe
 
@@ -63,7 +64,7 @@ class LowRank(WeightRecipe):
     def check_form(self, weight: Tensor) -> None:
         self.recipe.check_form(weight)
         if weight.dim() != 2 or min(weight.shape) <= self.rank:
-            raise ValueError(
+            raise IndivisibleError(
                 f"low_rank takes matrices with more than rank={self.rank} rows and columns, this one has shape "
                 f"{tuple(weight.shape)}; give it {self.recipe}, or None, by name"
             )

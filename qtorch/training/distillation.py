@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor
 from ..model.install import check_model
+from ..primitives.affine import check_tensors
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def distillation_loss(
     Raises:
         ValueError: teacher and student have other shapes.
     """
+    check_tensors("distillation_loss", student, teacher.indices if isinstance(teacher, TopLogits) else teacher)
     shape = teacher.shape if isinstance(teacher, Tensor) else (*teacher.indices.shape[:-1], student.shape[-1])
     if student.shape != shape:
         shapes = f"{tuple(shape)} and {tuple(student.shape)}"

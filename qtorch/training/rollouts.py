@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..dtypes import QuantizedTensor
+from ..model.install import check_model
 from .weights.base import TrainingWeight
 
 _PRODUCTS = 1 << 22
@@ -180,6 +181,8 @@ def sync_codes(trainer: nn.Module, sampler: nn.Module) -> None:
     Raises:
         ValueError: a parameter of `sampler` has no counterpart of its name and shape in `trainer`; nothing is written.
     """
+    check_model("sync_codes", trainer)
+    check_model("sync_codes", sampler)
     sources = dict(trainer.named_parameters())
     targets = dict(sampler.named_parameters())
     for name, target in targets.items():

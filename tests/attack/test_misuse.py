@@ -1,7 +1,9 @@
 """Wrong arguments: the error says what was got, what is wanted and what to write instead; the model is unchanged."""
 
+import contextlib
 import copy
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, 
 
 import qtorch
 from qtorch import int4_weight_only, int8_dynamic_activation_int8_weight, int8_weight_only, primitives, quantize_
+from qtorch.model import weight_kinds
 from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import MasterWeight, convert, int8_mixed_precision_training, lsq, qat, scheduled_qat
 from tests import every_recipe, quantize_model
@@ -33,6 +36,42 @@ def quantized(layer: nn.Module, recipe: Recipe, example: Tensor | None = None) -
     if example is not None and recipe.trains:
         model.train()(example)
     return model
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "int8", object(), [], torch.zeros(())], ids=lambda value: type(value).__name__
+)
+def test_no_public_function_fails_inside(value: object) -> None:
+    """Called with one thing for all that it needs, it does what it says or raises an error of its own."""
+    tried, rules = 0, list(weight_kinds.RULES)
+    for module in (qtorch, qtorch.calibration, qtorch.training, qtorch.kv_cache):
+        for function in (getattr(module, name) for name in module.__all__):
+            if not callable(function) or inspect.isabstract(function) or not hasattr(function, "__name__"):
+                continue
+            wanted = inspect.signature(function).parameters.values()
+            needed = [p for p in wanted if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
+            if needed:
+                tried += 1
+                with contextlib.suppress(ValueError, TypeError, RuntimeError, OSError):
+                    function(*[value] * len(needed))
+    assert tried > 60
+    assert rules == weight_kinds.RULES
+
+
+@pytest.mark.parametrize(("words", "make"), [
+    ("GemmSpec: lhs takes QuantSpec or None, got 'int8'", lambda: qtorch.training.GemmSpec("int8", "int8")),
+    ("GemmSpec: output_dtype .* write torch.float32", lambda: qtorch.training.GemmSpec(output_dtype="float32")),
+    ("LinearSpec: activation takes QuantSpec or None", lambda: qtorch.LinearSpec(qtorch.QuantSpec("int8"), "int8")),
+    ("KVCacheSpec: recent takes an integer or None", lambda: qtorch.kv_cache.KVCacheSpec(recent="x")),
+    ("PackedLayout: axis takes an integer, got None", lambda: qtorch.PackedLayout(None)),
+    ("compute_error takes tensors, got list", lambda: qtorch.compute_error([1.0], [1.0])),
+    ("parameter_groups: takes a model", lambda: qtorch.training.parameter_groups(None, 1e-3)),
+])  # fmt: skip
+def test_arguments_of_other_types_are_named(words: str, make: Callable[[], object]) -> None:
+    refuses(words, make, TypeError)
 
 
 # --- inputs ---

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks import bench_cpu_model, common, peers, scaling_cost
+from benchmarks import bench_cpu_model, common, mutants, peers, scaling_cost
 from benchmarks.cpu_models import GENERATED, WORKLOADS, perplexity_ratio
 from benchmarks.peers import FLOATING, PEERS, ROW, Peer, Precision
 from benchmarks.scaling_cost import CLUSTERS, MODELS, WIDTHS, Model
@@ -319,3 +319,13 @@ def test_onnxruntime_runs_the_same_graph():
     scores = bench_cpu_model.scores_of(workload, what, calls)
     assert scores["onnxruntime float"][1] == pytest.approx(1, abs=1e-6)
     assert 0.99 < scores["onnxruntime int8 dynamic"][1] < 1 - 1e-6
+
+
+def test_each_mutant_changes_a_line_that_is_there() -> None:
+    """What `benchmarks.mutants` would stop at, after the tests that it collects first."""
+    for command, rows in json.loads(mutants.MUTANTS.read_text()).items():
+        paths = [word.partition("::")[0] for word in command.split() if word.startswith("tests/")]
+        assert [path for path in paths if not (ROOT / path).exists()] == []
+        for name, old, new, _ in rows:
+            found = (ROOT / "qtorch" / name).read_text().count(old)
+            assert (found, old.count("\n")) == (1, new.count("\n")), f"{name} has {found} times: {old}"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,41 @@ def test_padding_and_experts() -> None:
     assert all(row.calibration is None and row.bytes_after < row.bytes_before for row in report.quantized)
     assert quantize_(Model(), INT3, dry_run=True).estimate is None
     refuses("at least one batch", lambda: quantize_(Model(), gptq(INT3, []), dry_run=True))
+
+
+class Skips(Model):
+    """Leaves out blocks, as early exits and experts without tokens do. Flat: without a list that shows its blocks."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.every = tuple(self.blocks)
+        if flat:
+            del self.blocks
+            for index, block in enumerate(self.every):
+                self.add_module(f"block{index}", block)
+
+    def forward(self, x: Tensor, skipped: tuple[int, ...] = ()) -> Tensor:
+        x = self.front(x)
+        for index, block in enumerate(self.every):
+            x = x if index in skipped else block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(gptq, INT3), partial(auto, INT3), partial(calibrated, INT3, learn=AutoRound(2))]
+)
+def test_batches_that_do_not_reach_all_blocks(make: Callable[..., Any], tmp_path: Path) -> None:
+    data = list(zip(batches(6), [(), (0,), (2,), (0, 1), (0, 1, 2), (1, 2)], strict=True))
+    found = []
+    for flat in (False, True):
+        torch.manual_seed(0)
+        model = Skips(flat)
+        report = quantize_(model, make(data), resume=None if flat else tmp_path)
+        weights = [block.up.weight.dequantize() for block in model.every] + [model.head.weight.dequantize()]
+        found.append([[row.calibration.tokens for row in report.quantized], weights])
+    assert sorted(found[0][0]) == sorted(found[1][0]) == 9 * [108] + 2 * [216]
+    if "AutoRound" not in str(make):
+        torch.testing.assert_close(found[0][1], found[1][1])
 
 
 class Looped(nn.Module):

@@ -274,6 +274,16 @@ def test_what_is_not_clipped_and_four_over_six() -> None:
     layer, x = nn.Linear(64, 8), torch.randn(40, 64)
     report = quantize_(layer, calibrated(qtorch.nf4_weight_only(), [x], None, Nearest(), transforms=[clip()]))
     assert [item.detail for item in report.transforms] == ["look-up tables have no range"]
+
+    class Both(nn.Linear):  # multiplies by its weight both ways, as an autoencoder does
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(super().forward(x), self.weight.t())
+
+    one, both = nn.Linear(64, 8), Both(64, 8)
+    both.load_state_dict(one.state_dict())
+    for layer in (one, both):
+        quantize_(layer, calibrated(qtorch.intx_weight_only("int3", 32), [x], None, Nearest(), transforms=[clip()]))
+    assert torch.equal(one.weight.dequantize(), both.weight.dequantize())
     weight, moment = torch.randn(64, 256), torch.eye(256)
     grid = Grid.of(weight, SPECS["nvfp4"], weight.dtype)
     found = four_over_six().search(weight, moment, grid)

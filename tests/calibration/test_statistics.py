@@ -189,9 +189,15 @@ def test_batches_of_every_kind_and_the_model_stays_as_it_was() -> None:
     assert seen == [((2, 3), s) for s in (1.0, 2.0, 1.0, 3.0, 4.0)]
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     wanted = {layer.weight: [MeanSquare] for layer in model}
-    with pytest.raises(ValueError, match=r"no input of 1\.weight was seen"):
+    with pytest.raises(ValueError, match=r"1\.weight: no input was seen"):
         collect(model, Data([torch.randn(1, 8)], lambda model, batch: model[0](batch)), wanted)
     refuses("at least one batch", lambda: collect(model, Data([]), wanted))
+    for value in (float("nan"), 1e30):
+        x = torch.full((4, 8), value)
+        refuses(
+            r"0\.weight: its inputs have NaN, or infinite squares, 1\.weight",
+            lambda x=x: collect(model, Data([x]), wanted),
+        )
 
 
 # Inputs of which a few are far larger than the others: the columns that matter.

@@ -255,6 +255,7 @@ def test_bench(llama: Path, command: Command) -> None:
     (("quantize", "SRC", "DST", "--recipe", "int8_weight_only", "--max-shard-size", "big"), 2, "not a size"),
     (("quantize", "none", "DST", "--recipe", "int8_weight_only"), 2, "none: no such file"),
     (("quantize", "SRC", "SRC", "--recipe", "int8_weight_only"), 1, "exists; remove it"),
+    (("quantize", "SRC", "GGUF", "--recipe", "int8_weight_only", "--format", "transformers"), 1, "written to a folder"),
     (("quantize", "SRC", "DST", "--recipe", "int4_weight_only(group_size=48)"), 1, "does not divide"),
     (("quantize", "SRC", "DST", "--recipe", "int4_weight_onyl"), 2, "did you mean int4_weight_only"),
     (("inspect", "none"), 2, "none: no such file"),
@@ -271,7 +272,7 @@ def test_errors(arguments: tuple[str, ...], status: int, error: str, tmp_path: P
         (tmp_path / name).mkdir()
     for path in (tmp_path / "bare" / "config.json", tmp_path / "text.txt"):
         path.write_text("{}")
-    places = {"SRC": source, "DST": tmp_path / "q", "TEXT": tmp_path / "text.txt"}
+    places = {"SRC": source, "DST": tmp_path / "q", "GGUF": tmp_path / "q.gguf", "TEXT": tmp_path / "text.txt"}
     places |= {name.upper(): tmp_path / name for name in ("empty", "bare")}
     said = command(*[places.get(argument, argument) for argument in arguments], status=status)
     assert error.replace("SRC", str(source)) in said

@@ -40,6 +40,7 @@ def program(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("arguments", [
     ["--help"],
     ["quantize", "--help"],
+    ["--version"],
     ["nothing"],
     ["inspect"],
     ["inspect", "no such file"],
@@ -52,7 +53,7 @@ def test_help_and_wrong_use_do_not_import_torch(arguments: list[str], program: l
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
     assert "qtorch.cli" in imported
     assert not imported & {"torch", "numpy", "transformers"}
-    assert done.returncode == (0 if "--help" in arguments else 2)
+    assert done.returncode == (0 if arguments[-1] in ("--help", "--version") else 2)
     assert done.stdout.startswith("usage: qtorch") == ("--help" in arguments)
 
 

@@ -159,6 +159,8 @@ def test_what_cuts_blocks_says_so() -> None:
         (lambda: row.split([8, 8]), "split: sizes [8, 8] do not add up to 32"),
         (lambda: torch.cat([row, row[torch.arange(31, -1, -1)]], dim=1), "cat along axis 1: one scale spans the axis"),
         (lambda: torch.cat([row, group]), "cat joins tensors quantized alike, got AffineQuantizedTensor(weight int8"),
+        (lambda: torch.cat([torch.randn(2, 64), row]), "and a tensor of torch.float32"),
+        (lambda: torch.cat([row, row], dim=2), "cat along axis 2 of tensors of shape (32, 64)"),
         (lambda: torch.cat([row, row.half()]), "cat joins tensors of one dtype, got torch.float32 and torch.float16"),
         (lambda: torch.cat([static, other]), "cat cannot join weights with static activation scales, which differ"),
     ]:

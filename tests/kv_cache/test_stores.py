@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import qtorch
 from qtorch.kernels import cache_form, record_kernels
 from qtorch.kernels.ops.quantize import quantize_keys_and_values, rotate_heads
 from qtorch.kv_cache import GrowingKV, KVCacheSpec, StaticKV, explain_attention
@@ -172,7 +173,12 @@ def test_rotations_and_errors():
         refuses(message, lambda wrong=wrong: KVCacheSpec(**wrong))
     for spec in (KVCacheSpec(keys="channel"), KVCacheSpec(recent=1)):
         refuses("a static cache quantizes each token when it comes", lambda spec=spec: StaticKV(spec, 10))
-    refuses("max_length is positive", lambda: StaticKV(KVCacheSpec(), 0))
+    for wrong in (0, 8.5):
+        refuses("max_length is a positive integer", lambda wrong=wrong: StaticKV("int8", wrong))
+    part = torch.randn(2, 3, 32)
+    refuses("takes a KVCacheSpec, or its dtype", lambda: GrowingKV(qtorch.int8_weight_only()), TypeError)
+    refuses(r"append takes tensors \(batch, heads, tokens", lambda: GrowingKV("int8").append(part, part))
+    refuses("attend takes tensors, got NoneType", lambda: GrowingKV("int8").attend(None), TypeError)
 
 
 @pytest.mark.parametrize("dtype", cache_form.TOKENS)

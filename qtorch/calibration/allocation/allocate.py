@@ -161,7 +161,7 @@ class Budget:
         if isinstance(budget, Budget):
             return budget
         if isinstance(budget, int | float) and not isinstance(budget, bool):
-            if budget != int(budget) or budget <= 0:
+            if budget % 1 or not 0 < budget < math.inf:
                 raise ValueError(f'allocate: a number as budget counts bytes, got {budget}; write "{budget} bits"')
             return cls(f"{int(budget):,} bytes", "bytes", int(budget))
         if not isinstance(budget, str):

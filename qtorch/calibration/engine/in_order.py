@@ -25,7 +25,7 @@ from ..data import Data, StopForward, eval_mode, tensors_of
 from ..statistics import NoInputs, Statistic, Statistics, Sum
 from .float_weights import Weights
 from .progress import Progress
-from .streams import Call, Stream, needed_outputs, replaced_forwards
+from .streams import Calls, Stream, needed_outputs, replaced_forwards
 from .trace import Routing, Stage, Unit, trace
 
 M = TypeVar("M", bound="tuple[Any, ...]")
@@ -48,23 +48,27 @@ class StageInputs:
 class BlockRun:
     """A block with quantized weights, run on the inputs that it has in the model as quantized so far. `output` gives
     that of a batch in the float model, `masks` the tokens that count, `names` those of the weights that can be replaced
-    in the block."""
+    in the block, `batches` those that reach it."""
 
     block: nn.Module
-    calls: Sequence[Call]
+    calls: Calls
     output: Callable[[int], Any]
     masks: Sequence[Tensor | None]
     names: Mapping[Tensor, Sequence[str]]
+    batches: Sequence[int]
 
-    def loss(self, batch: int, weights: Mapping[Tensor, Tensor]) -> Tensor:
-        """The mean square of the error of the output of one batch, relative to that of the float output."""
+    def loss(self, index: int, weights: Mapping[Tensor, Tensor]) -> Tensor:
+        """The mean square of the error of the output of one of `batches`, relative to that of the float output."""
+        batch = self.batches[index]
         named = {name: tensor for weight, tensor in weights.items() for name in self.names[weight]}
         # A block may write into its inputs.
-        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls[batch]))
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tuple(self.calls(batch) or ()))
         output = torch.func.functional_call(self.block, named, args, kwargs)
         found, wanted = (next(iter(tensors_of(of)), None) for of in (output, self.output(batch)))
         if found is None or wanted is None:
             raise TypeError(f"a block returned no tensor in floating point, got {type(output).__name__}")
+        if found.shape != wanted.shape:
+            return found.float().sum() * 0  # an expert to which the float model sends other tokens
         error = (found - wanted).float()
         mask = self.masks[batch]
         if mask is not None and tuple(error.shape[: mask.dim()]) == tuple(mask.shape):
@@ -186,7 +190,7 @@ class InOrder(Generic[M]):
                 self._learn(block, calls)
             self.quantized.finish(block, calls)
 
-    def _learn(self, block: nn.Module, calls: Sequence[Call]) -> None:
+    def _learn(self, block: nn.Module, calls: Calls) -> None:
         """Improve the weights of a block, which are all installed, against its outputs in the float model."""
         current = {
             id(slot.module._parameters[slot.attribute]): target
@@ -200,17 +204,19 @@ class InOrder(Generic[M]):
                 names.setdefault(current[id(parameter)].parameter, []).append(name)
         masks = [self.data.mask_of(batch) for batch in self.batches]
         index = self.of_float.blocks.index(block)
-        run = BlockRun(block, calls, partial(self.of_float.store.read, index), masks, names)
+        missed = self.quantized.missed | self.of_float.missed
+        reach = [batch for batch in range(len(masks)) if (block, batch) not in missed]
+        run = BlockRun(block, calls, partial(self.of_float.store.read, index), masks, names, reach)
         learners: dict[BlockLearner, dict[Tensor, M]] = {}
         for weight in names:
             if (learner := self.recipes[id(weight)].learner) is not None:
                 learners.setdefault(learner, {})[weight] = self.made[weight]
-        for learner, mine in learners.items():
+        for learner, mine in learners.items() if reach else ():
             for weight, made in learner.learn_block(run, mine).items():
                 self.install(self.targets[id(weight)], made)
 
     def statistics(
-        self, stage: Stage, block: nn.Module | None, calls: Sequence[Call] | None, of_float: Sequence[Call] | None
+        self, stage: Stage, block: nn.Module | None, calls: Calls | None, of_float: Calls | None
     ) -> dict[Key, Statistics]:
         """The statistics of the weights of a stage, over all batches; weights with one input share them."""
         kinds = dict.fromkeys(kind for weight in stage.weights for kind in self.recipes[id(weight)].statistics)
@@ -255,7 +261,7 @@ class InOrder(Generic[M]):
         return found
 
     def _inputs(
-        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Sequence[Call] | None, batch: int,
+        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Calls | None, batch: int,
         routing: Routing,
     ) -> StageInputs:  # fmt: skip
         """The inputs of the weights of a stage in one batch."""
@@ -284,8 +290,8 @@ class InOrder(Generic[M]):
             try:
                 if block is None or calls is None:
                     stream.run_rest(batch)
-                else:
-                    block(*calls[batch].args, **calls[batch].kwargs)
+                elif (call := calls(batch)) is not None:
+                    block(*call.args, **call.kwargs)
             except StopForward:
                 pass
         return found

@@ -8,6 +8,7 @@ norms, a decoder that reads an encoder) happens as it always does.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -169,6 +170,9 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+Calls = Callable[[int], Call | None]
+"""The arguments of a block in the batch of this index."""
+
 Run = Callable[[int], Any]
 """Runs the model on the batch of this index."""
 
@@ -199,14 +203,17 @@ class Stream:
         self.run, self.blocks, self.count, self.keep = run, list(blocks), count, set(keep)
         self.store = store or OutputStore()
         self.done = 0
+        self.missed: set[tuple[nn.Module, int]] = set()
 
-    def calls(self, block: nn.Module) -> Sequence[Call]:
+    def calls(self, block: nn.Module) -> Calls:
         """The arguments of `block`, of each batch; computed when they are asked for if outputs are not in memory."""
-        calls = _Calls(self, block)
-        return list(calls) if self.store.in_memory else calls
+        if not self.store.in_memory:
+            return partial(self.call, block)
+        return [self.call(block, batch) for batch in range(self.count)].__getitem__
 
-    def call(self, block: nn.Module, batch: int) -> Call:
-        """The arguments of `block` in one batch."""
+    def call(self, block: nn.Module, batch: int) -> Call | None:
+        """The arguments of `block` in one batch; None, and noted in `missed`, if that does not reach it, as an expert
+        that gets no token."""
         found: list[Call] = []
 
         def record(*args: Any, **kwargs: Any) -> None:
@@ -215,11 +222,20 @@ class Stream:
 
         with replaced_forwards({**self._returning(batch), block: record}), suppress(StopForward):
             self.run(batch)
-        return found[0]
+        if not found:
+            self.missed.add((block, batch))
+        return found[0] if found else None
 
-    def finish(self, block: nn.Module, calls: Iterable[Call]) -> None:
-        """Run `block` on all batches and keep its outputs; blocks are finished in their order."""
-        self.skip(block, (block(*call.args, **call.kwargs) for call in calls))
+    def finish(self, block: nn.Module, calls: Calls) -> None:
+        """Run `block` on all batches and keep its outputs; blocks are finished in their order. In batches that do not
+        reach it, it hands on the output of the block before."""
+
+        def output(batch: int) -> Any:
+            if (call := calls(batch)) is not None:
+                return block(*call.args, **call.kwargs)
+            return self.store.read(self.done - 1, batch) if self.done else None
+
+        self.skip(block, map(output, range(self.count)))
 
     def skip(self, block: nn.Module, outputs: Iterable[Any] | None = None) -> None:
         """Take these outputs, or those that are kept, for those of `block`."""
@@ -262,25 +278,6 @@ class Stream:
         return forwards
 
 
-class _Calls(Sequence[Call]):
-    """The arguments of a block, computed when they are asked for."""
-
-    def __init__(self, stream: Stream, block: nn.Module) -> None:
-        self.stream, self.block = stream, block
-
-    def __len__(self) -> int:
-        return self.stream.count
-
-    def __getitem__(self, batch: Any) -> Any:
-        if not 0 <= batch < len(self):
-            raise IndexError(batch)
-        return self.stream.call(self.block, batch)
-
-    def __iter__(self) -> Iterator[Call]:
-        # Without this, an IndexError in the model would be the end of the sequence.
-        return (self[batch] for batch in range(len(self)))
-
-
 def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """The blocks whose outputs have to be kept: none if each block depends on the one before only, or else all. Found
     by experiment on the first batch: the inputs of each block with and without the outputs of all others."""
@@ -289,14 +286,15 @@ def needed_outputs(model: nn.Module, run: Run, blocks: Sequence[nn.Module]) -> l
     lasts = [a for a, b in zip(blocks, [*blocks[1:], model]) if parents.get(id(a)) is not parents.get(id(b))]
     every, few = Stream(run, blocks, 1, blocks), Stream(run, blocks, 1, lasts)
     for block in blocks:
-        calls = every.calls(block)
+        call = every.call(block, 0)
+        assert call is not None  # the trace of this batch has found it
         try:
-            same = _equal(calls[0], few.call(block, 0))
+            same = _equal(call, few.call(block, 0))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
             same = False  # outputs of another block do not even fit
         if not same:
             return list(blocks)
-        outputs = [block(*calls[0].args, **calls[0].kwargs)]
+        outputs = [block(*call.args, **call.kwargs)]
         every.skip(block, outputs)
         few.skip(block, outputs)
         few.forget()

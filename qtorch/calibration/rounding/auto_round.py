@@ -121,7 +121,7 @@ class AutoRound:
         """The weights of a block with what was learned; none if the error of the block has not become less."""
         begun = time.perf_counter()
         starts = {weight: of.learnable for weight, of in made.items() if of.learnable is not None}
-        found = self.learn(starts, run.loss, len(run.calls))
+        found = self.learn(starts, run.loss, len(run.batches))
         seconds = (time.perf_counter() - begun) / max(1, len(found))
         return {weight: starts[weight].with_grids(grids, seconds) for weight, grids in found.items()}
 

@@ -7,7 +7,9 @@ A parameter that is divided is followed in turn, so that all its uses, tied or s
 repeated until nothing changes. Then the outputs of the model do not depend on the scales that are left.
 """
 
+import contextlib
 import heapq
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -44,7 +46,8 @@ class ModelGraph:
         """Export the model with one batch."""
         given = dict(batch) if isinstance(batch, Mapping) else batch
         try:
-            with eval_mode(model), torch.no_grad():
+            # Of a model that branches on values it prints all that it has traced so far.
+            with eval_mode(model), torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
                 program: Any = torch.export.export(_Call(model, data), (given,), strict=False)
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]

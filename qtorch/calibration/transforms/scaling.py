@@ -52,8 +52,11 @@ def collect_inputs(
     # Weights with the same input share its rows; holding the input keeps its id from being reused.
     taken: dict[Key, tuple[Tensor, Tensor, Tensor, Tensor, int]] = {}
     mask: Tensor | None = None
+    ways: dict[Key, bool] = {}
 
     def seen(use: Use) -> None:
+        if ways.setdefault(use.key, use.transposed) != use.transposed:
+            return  # of a weight that multiplies both ways, as in an autoencoder, the inputs of the first
         key = id(use.input), use.expert
         if key not in taken:
             rows = torch.cat([part.detach() for part in use.unpadded(mask)])

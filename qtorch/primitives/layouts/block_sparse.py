@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..granularity import IndivisibleError
 from ..pruning import kept_blocks
 from ..spec import QuantSpec, Scheme
 from .base import Form, Forms, Layout, Plain, register_layout, scale_forms
@@ -57,7 +58,7 @@ class BlockSparseLayout(Layout):
         super().check(scheme)
         size, shape = self.block_size, scheme.shape
         if len(shape) != 2 or not all(shape) or shape[0] % size or shape[1] % size:
-            raise ValueError(
+            raise IndivisibleError(
                 f"BlockSparseLayout: blocks of {size} x {size} do not divide a weight of shape {tuple(shape)}; take "
                 "another block_size"
             )

@@ -15,11 +15,15 @@ from torch.nn.functional import pad
 from ...dtypes.conv import convolution, with_bias
 from ...dtypes.products import Product, batched, einsum_by
 from ...kernels.conv import Size, Window, both_ends, multiply_windows, per_axis, to_matrix
+from ...primitives.affine import check_tensors
 from .contraction import contraction
 from .gemm_spec import TrainingSpec
 
 
-def _product(spec: TrainingSpec) -> Product:
+def _product(function: str, spec: TrainingSpec, *operands: Tensor) -> Product:
+    check_tensors(function, *operands)
+    if not isinstance(spec, TrainingSpec):
+        raise TypeError(f"{function} takes a TrainingSpec such as fully_quantized(8), got {spec!r:.60}")
     return lambda a, b: contraction(a, b, spec)
 
 
@@ -33,16 +37,17 @@ def quantized_matmul(lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
     Raises:
         ValueError: the shapes do not fit.
     """
+    product = _product("quantized_matmul", spec, lhs, rhs)
     if not lhs.dim() or not rhs.dim() or lhs.shape[-1] != rhs.shape[-2 if rhs.dim() > 1 else 0]:
         raise ValueError(f"quantized_matmul: shapes {tuple(lhs.shape)} and {tuple(rhs.shape)} do not fit")
     if rhs.dim() == 1:
         return quantized_matmul(lhs, rhs.unsqueeze(1), spec).squeeze(-1)
     if rhs.dim() == 2:
-        y = contraction(lhs.reshape(-1, lhs.shape[-1]), rhs.t(), spec)
+        y = product(lhs.reshape(-1, lhs.shape[-1]), rhs.t())
         return y.reshape(*lhs.shape[:-1], rhs.shape[-1])
     if lhs.dim() == 1:
         return quantized_matmul(lhs.unsqueeze(0), rhs, spec).squeeze(-2)
-    return batches_by(_product(spec), lhs, rhs.mT)
+    return batches_by(product, lhs, rhs.mT)
 
 
 def quantized_einsum(equation: str, lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
@@ -54,7 +59,7 @@ def quantized_einsum(equation: str, lhs: Tensor, rhs: Tensor, spec: TrainingSpec
     Raises:
         ValueError: no such equation, or the shapes do not fit; the axis is named.
     """
-    return einsum_by(_product(spec), equation, lhs, rhs)
+    return einsum_by(_product("quantized_einsum", spec, lhs, rhs), str(equation), lhs, rhs)
 
 
 def batches_by(product: Product, lhs: Tensor, rhs: Tensor) -> Tensor:
@@ -109,7 +114,7 @@ def quantized_grouped_mm(mat_a: Tensor, mat_b: Tensor, spec: TrainingSpec, offs:
 
     Other shapes, results and errors as in `grouped_mm_by`.
     """
-    return grouped_mm_by(_product(spec), mat_a, mat_b, offs)
+    return grouped_mm_by(_product("quantized_grouped_mm", spec, mat_a, mat_b), mat_a, mat_b, offs)
 
 
 def attention_by(
@@ -203,7 +208,7 @@ def _quantized(by: Callable[..., Tensor], name: str, axes: str, weight: str) -> 
     ndim = axes.count(",") + 1
 
     def conv(input: Tensor, weight: Tensor, spec: TrainingSpec, *args: Any, **kwargs: Any) -> Tensor:
-        return by(_product(spec), ndim, input, weight, *args, **kwargs)
+        return by(_product(f"quantized_{name}", spec, input, weight), ndim, input, weight, *args, **kwargs)
 
     conv.__name__ = conv.__qualname__ = f"quantized_{name}"
     kernel = ", ".join(["T"] * ndim)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...dtypes.conv import CONVS
 from ...kernels.conv import Window
+from ...model.install import check_model
 from .layers import LAYERS, FakeQuantizedConv, of_each_conv
 
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -91,7 +92,8 @@ def fold_batch_norm(
         ValueError: a name is not that of a convolution or a normalization, the channels differ, a normalization has no
             running statistics, or a module is in several pairs. The model is unchanged.
     """
-    found = _adjacent(model) if pairs is None else list(pairs.items())
+    check_model("fold_batch_norm", model)
+    found = _adjacent(model) if pairs is None else list(dict(pairs).items())
     modules = dict(model.named_modules())
     folded: list[tuple[str, str]] = []
     for conv, norm in found:

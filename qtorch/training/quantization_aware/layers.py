@@ -20,7 +20,7 @@ from ...calibration.data import Data, run_batches
 from ...dtypes import ConvWeight, QuantizedTensor, dispatch, linear, quantized_type
 from ...dtypes.conv import CONVS, convolution
 from ...kernels.conv import Window, from_matrix, to_matrix
-from ...model.install import PreparedModule
+from ...model.install import PreparedModule, check_model
 from ...primitives import LinearSpec, MappingType, PerAxis, PerRow, PerTensor, QuantSpec, ZeroPointDomain, tracing
 from ..weights.base import of_codes
 from .converted import sums_integers
@@ -324,6 +324,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     Raises:
         ValueError: the model has no input with a static scale, or there is no batch.
     """
+    check_model("calibrate", model)
     layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLayer)]
     inputs = dict.fromkeys(layer.input_quantizer for layer in layers)
     quantizers = [quantizer for quantizer in inputs if quantizer is not None and quantizer.is_static]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...calibration.statistics import Statistic
 from ...kernels.ops.quantize import without_lost_rows
-from ...model.install import QuantizationState
+from ...model.install import QuantizationState, check_model
 from ...primitives import MappingType, QuantSpec, learned_step_fake_quantize, lsq_grad_scale, tracing
 from .quantizers import Quantizer, mean_over_ranks
 
@@ -232,6 +232,7 @@ def parameter_groups(
         lr, weight_decay: of the model's own parameters.
         scale_lr: of learned scales and offsets, `lr` by default; their weight decay is zero.
     """
+    check_model("parameter_groups", model)
     learned = {
         id(parameter): parameter
         for module in model.modules()

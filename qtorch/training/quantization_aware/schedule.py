@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ...calibration.observers import Observer, moving_average, observer_of
-from ...model.install import QuantizationState
+from ...model.install import QuantizationState, check_model
 from ...primitives.jsonable import jsonable
 from ..engine.gemm_spec import TrainingSpec
 
@@ -135,6 +135,8 @@ def advance_with(optimizer: torch.optim.Optimizer, *modules: torch.nn.Module) ->
     Raises:
         ValueError: there is no schedule in the modules.
     """
+    for module in modules:
+        check_model("advance_with", module)
     counting = [each for module in modules for each in module.modules() if hasattr(each, "counts_passes")]
     if not counting:
         raise ValueError("advance_with: the modules have no schedule; prepare them with one first")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.registry import scale_per_row
+from ...model.install import check_model
 from ...model.weight_kinds import WeightKind
 from ...primitives import AbsMeanRule, FixedRangeRule, PerTensor, QuantSpec, Scheme, ZeroPointDomain, qdtype
 from ...primitives.layouts import pack_codes
@@ -94,6 +95,7 @@ def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
 
     Without this call each weight takes an all-reduce when it is gathered. Weights that are not sharded are left alone.
     """
+    check_model("precompute_bitnet_scale_for_fsdp", module)
     sharded = [p for p in module.parameters() if isinstance(getattr(p, "_local_tensor", None), BitnetWeight)]
     if not sharded:
         return

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor, ops
+from ...model.install import check_model
 from ...primitives import LinearSpec, QuantSpec, Scheme
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from .base import TrainingWeight, written_by
@@ -225,6 +226,7 @@ def share_rounding(model: nn.Module, seed: int, step: int = 0) -> None:
         seed: the same on all ranks.
         step: updates so far, to go on with a run exactly.
     """
+    check_model("share_rounding", model)
     for number, parameter in enumerate(model.parameters()):
         weight = getattr(parameter, "_local_tensor", parameter)
         if isinstance(weight, CodesWeight):

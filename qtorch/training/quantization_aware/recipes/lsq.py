@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ....dtypes import PackedLayout
+from ....model.install import check_model
 from ....primitives import Granularity, LinearSpec, MappingType, PerRow, PerTensor, QuantSpec, qdtype
 from ....primitives.scale_rules import MSERule, ScaleRule
 from ....recipes.base import Recipe, WeightRecipe, register_recipe
@@ -174,6 +175,7 @@ def clip_penalty(model: torch.nn.Module) -> torch.Tensor:
     Raises:
         ValueError: no layer of the model clips its input at a learned value.
     """
+    check_model("clip_penalty", model)
     clips = [m for m in model.modules() if isinstance(m, learned.LearnedStep) and not m.through_rounding]
     if not clips:
         raise ValueError("clip_penalty: no layer of the model is prepared by pact()")
