@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives import QuantSpec, Scheme, is_compiling
+from ..primitives import Scheme, is_compiling
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 
@@ -89,8 +89,7 @@ def check_copy(target: Tensor, source: Tensor) -> None:
 
 def same_numbers(one: Any, other: Any) -> bool:
     """Whether codes of two specs stand for the same numbers: the specs differ at most in the rounding of updates."""
-    nearest = [spec.to_nearest() if isinstance(spec, QuantSpec) else spec for spec in (one, other)]
-    return bool(nearest[0] == nearest[1])
+    return bool(one.to_nearest() == other.to_nearest())
 
 
 def count_write(target: QuantizedTensor) -> None:

@@ -4,7 +4,8 @@
     dequantize    x = table[code] * scale
 
 The table is shared by all blocks (NF4) or each block has its own (k-means). Its values ascend, so the nearest entry is
-found by comparing with the midpoints; a value at a midpoint goes to the lower entry. Arithmetic is in fp32.
+found by comparing with the midpoints; a value at a midpoint goes to the lower entry. Stochastic rounding goes to one
+of the two neighbouring entries, with the value as its expectation. Arithmetic is in fp32.
 """
 
 import functools
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import qparams, slices, spec
+from . import floatx, qparams, slices, spec
 from .affine import check_floating_point, with_non_finite
 from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
 from .granularity import Block, BlockView, Granularity, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable, to_json
 from .qdtype import QDType, qdtype
+from .rounding import Rounding, uniform
 
 # fmt: off
 NF4_TABLE = (
@@ -42,7 +44,10 @@ _SEARCHED = 32
 """Number of midpoints from which a search among them is faster than a comparison with each."""
 
 
-def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor) -> Tensor:
+def quantize_codebook(
+    input: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor, *,
+    rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None,
+) -> Tensor:  # fmt: skip
     """Codes of `input`, same shape, in uint8; ties go to the lower entry. The code of a NaN is undefined.
 
     Args:
@@ -50,6 +55,8 @@ def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, t
         block_size: elements that share a scale, one size per axis, -1 for a whole axis.
         scale: one element per block.
         table: (L,), or one per block (*scale.shape, L); ascending, L at most 256.
+        rounding: STOCHASTIC takes a table that all blocks share.
+        generator: of its random numbers; torch's default generator if None.
 
     Raises:
         TypeError: `input` is not in floating point.
@@ -58,6 +65,13 @@ def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, t
     check_floating_point("quantize_codebook", input)
     view = BlockView(input.shape, block_size)
     _check_table(view, table)
+    if rounding is Rounding.STOCHASTIC:
+        if table.dim() > 1:
+            raise ValueError("quantize_codebook: stochastic rounding takes one table (L,), got one for each block")
+        x = (view.split(input).float() / view.split_scale(scale).float()).clamp(table[0], table[-1])
+        below, low, high = floatx.neighbours(x, table.float())
+        up = uniform(x, x.dtype, generator, None) * (high - low) < x - low
+        return view.merge((below + up).to(torch.uint8))
     middles = (table[..., 1:].float() + table[..., :-1].float()) / 2
     if table.dim() > 1:  # in the split view, which has the entries as one more axis
         middles = torch.stack([view.split_scale(entry) for entry in middles.unbind(-1)], -1)
@@ -192,6 +206,7 @@ class CodebookSpec:
         scale_dtype: dtype of the scales; None is fp32 for rows and tensors, the dtype of the tensor for groups.
         scale_spec: how the scales are quantized (see `double_quant`); None leaves them in floating point.
         eps: smallest scale, also 0, for tables without 0; None is the smallest normal number of the scale's dtype.
+        rounding: `Rounding` of the codes; STOCHASTIC is for a `table`.
 
     Raises:
         ValueError: the codes are not unsigned integers, the table does not fit them, or `scale_spec` is not allowed.
@@ -204,6 +219,7 @@ class CodebookSpec:
     scale_dtype: torch.dtype | None = None
     scale_spec: spec.QuantSpec | None = None
     eps: float | None = None
+    rounding: Rounding = Rounding.NEAREST_EVEN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
@@ -272,9 +288,10 @@ class CodebookSpec:
         scale = dequantize_scale(quantize_scale(self.choose_scale(input), self.scale_spec), self.scale_spec)
         return scale, self.choose_table(input, scale)
 
-    def quantize(self, input: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    def quantize(self, input: Tensor, scale: Tensor, table: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Codes of `input`, uint8; see `quantize_codebook`."""
-        return quantize_codebook(input, self.block_size(input.shape), scale, table)
+        block = self.block_size(input.shape)
+        return quantize_codebook(input, block, scale, table, rounding=self.rounding, generator=generator)
 
     def dequantize(
         self, codes: Tensor, scale: Tensor, table: Tensor, output_dtype: torch.dtype = torch.float32
@@ -285,6 +302,10 @@ class CodebookSpec:
     def with_granularity(self, granularity: Granularity) -> "CodebookSpec":
         """The same spec with another granularity."""
         return replace(self, granularity=granularity)
+
+    def to_nearest(self) -> "CodebookSpec":
+        """The same spec, rounding to nearest."""
+        return replace(self, rounding=Rounding.NEAREST_EVEN)
 
     def __str__(self) -> str:
         table = "k-means" if self.table is None else "NF4" if self.table == NF4_TABLE else "table"
@@ -351,7 +372,7 @@ class PowerSpec(CodebookSpec):
     def ends(self) -> tuple[float, float]:
         return -1.0, 1.0
 
-    def quantize(self, input: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    def quantize(self, input: Tensor, scale: Tensor, table: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Codes of `input`, uint8: the nearest values, of two the one nearer to zero; that of a NaN is undefined.
 
         With N^p |x / scale| = y between k^p and (k + 1)^p, the code is k where y is at most their middle, in fp32. As

@@ -186,9 +186,9 @@ class MidRise(SignedFormat):
         return False
 
 
-def _neighbours(magnitude: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The index of the largest of the ascending `values` that is not above `magnitude`, or 0; it, and the next one."""
-    below = (torch.bucketize(magnitude, values, right=True) - 1).clamp(min=0)
+def neighbours(x: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The index of the largest of the ascending `values` that is not above `x`, or 0; it, and the next one."""
+    below = (torch.bucketize(x, values, right=True) - 1).clamp(min=0)
     return below, values[below], values[(below + 1).clamp(max=len(values) - 1)]
 
 
@@ -198,7 +198,7 @@ def round_magnitudes(
     """`x` (fp32) rounded stochastically to plus or minus one of the ascending `magnitudes`, the first of them zero,
     with expectation x; beyond the last it saturates. NaN stays."""
     magnitude = x.abs().clamp(max=magnitudes[-1])
-    _, low, high = _neighbours(magnitude, x.new_tensor(magnitudes))
+    _, low, high = neighbours(magnitude, x.new_tensor(magnitudes))
     rounded = torch.where(uniform(x, x.dtype, generator, noise) * (high - low) < magnitude - low, high, low)
     return torch.where(x.isnan(), x, torch.copysign(rounded, x))
 

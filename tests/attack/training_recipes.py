@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from qtorch import PerBlock, int8_dynamic_activation_int4_weight, int8_weight_only
+from qtorch import PerBlock, float8_weight_only, int8_dynamic_activation_int4_weight, int8_weight_only
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
 from tests.every_recipe import is_of_users
@@ -15,6 +15,7 @@ ARGUMENTS: dict[str, tuple] = {
     "mxfp4_training": (False, False),  # without noise, so that two runs have the same numbers
     "nvfp4_training": (False, False),
     "scheduled_qat": (int8_dynamic_activation_int4_weight(group_size=32),),
+    "weight_only_quantized_training": (float8_weight_only(),),
 }
 
 NAMES = sorted(name for name, c in RECIPES.items() if c.__module__.startswith("qtorch.training.") and name != "convert")
