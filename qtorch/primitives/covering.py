@@ -5,8 +5,8 @@ of a block would shrink, and its largest value could not grow. So a scale here i
 
     max(max / (last - zero), min / (first - zero)),    zero the code of 0.0, first and last the outermost codes,
 
-rounded up to the number in which it is kept. A block whose values are codes already keeps its scale, so that an update
-of nothing changes nothing. So do the scales of NVFP4, since the scale that they share is a power of two.
+rounded up to the number in which it is kept. A block whose largest value has the outermost code keeps its scale, and an
+update of nothing changes nothing. So do the scales of NVFP4, since the scale that they share is a power of two.
 """
 
 from dataclasses import replace

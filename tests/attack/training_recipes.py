@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from qtorch import PerBlock, float8_weight_only, int8_dynamic_activation_int4_weight, int8_weight_only
+from qtorch import (
+    PerBlock,
+    float8_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_weight_only,
+    nf4_weight_only,
+    nvfp4_weight_only,
+)
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
 from tests.every_recipe import is_of_users
@@ -26,6 +33,8 @@ VARIANTS: dict[str, Recipe] = {
     "float8_training by blocks": RECIPES["float8_training"](PerBlock((32, 32))),
     "qat of int8_weight_only": RECIPES["qat"](int8_weight_only()),
     "lsq of int8_weight_only": RECIPES["lsq"](recipe=int8_weight_only()),
+    "NVFP4 trained in codes": RECIPES["weight_only_quantized_training"](nvfp4_weight_only()),
+    "NF4 trained in codes": RECIPES["weight_only_quantized_training"](nf4_weight_only(32, double_quantize=False)),
 }
 
 
