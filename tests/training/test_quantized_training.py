@@ -220,7 +220,7 @@ def test_what_is_refused() -> None:
         (QuantSpec("int8", PerGroup(32), scale_spec=of_scales), "scales in integers would all move"),
         (QuantSpec("int1"), "takes codes of 2 to 8 bits, got int1"),
         (QuantSpec("int12"), "takes codes of 2 to 8 bits, got int12"),
-        (QuantSpec("int8", quant_min=0), "has no code on the other side of zero"),
+        (QuantSpec("int2", quant_min=0, quant_max=1), "has no code on the other side of zero"),
         (CodebookSpec("uint2", PerRow(), (0.0, 0.2, 0.5, 1.0)), "has no code on the other side of zero"),
     ):
         refuses(f"weight_only_quantized_training:? {words}", lambda given=given: train(given))  # type: ignore[arg-type, misc]
