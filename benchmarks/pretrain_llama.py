@@ -93,6 +93,7 @@ RECIPES: dict[str, Recipe | None] = {
     "int8_weights_nearest": int8_weight_only_quantized_training(stochastic_rounding=False),
     "int4_weights": int4_weight_only_quantized_training(),
     "float8_weights": weight_only_quantized_training(float8_weight_only()),
+    "float8_weights_nearest": weight_only_quantized_training(float8_weight_only(), stochastic_rounding=False),
     "nvfp4_weights": weight_only_quantized_training(nvfp4_weight_only()),
     "bitnet": bitnet_training(),
     "int4": int4_training(),

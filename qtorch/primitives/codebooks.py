@@ -4,8 +4,7 @@
     dequantize    x = table[code] * scale
 
 The table is shared by all blocks (NF4) or each block has its own (k-means). Its values ascend, so the nearest entry is
-found by comparing with the midpoints; a value at a midpoint goes to the lower entry. Stochastic rounding goes to one
-of the two neighbouring entries, with the value as its expectation. Arithmetic is in fp32.
+found by comparing with the midpoints; a value at a midpoint goes to the lower entry. Arithmetic is in fp32.
 """
 
 import functools
@@ -22,7 +21,7 @@ from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
 from .granularity import Block, BlockView, Granularity, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable, to_json
 from .qdtype import QDType, qdtype
-from .rounding import Rounding, uniform
+from .rounding import Rounding
 
 # fmt: off
 NF4_TABLE = (
@@ -44,10 +43,7 @@ _SEARCHED = 32
 """Number of midpoints from which a search among them is faster than a comparison with each."""
 
 
-def quantize_codebook(
-    input: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor, *,
-    rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None,
-) -> Tensor:  # fmt: skip
+def quantize_codebook(input: Tensor, block_size: Sequence[int], scale: Tensor, table: Tensor) -> Tensor:
     """Codes of `input`, same shape, in uint8; ties go to the lower entry. The code of a NaN is undefined.
 
     Args:
@@ -55,8 +51,6 @@ def quantize_codebook(
         block_size: elements that share a scale, one size per axis, -1 for a whole axis.
         scale: one element per block.
         table: (L,), or one per block (*scale.shape, L); ascending, L at most 256.
-        rounding: STOCHASTIC takes a table that all blocks share.
-        generator: of its random numbers; torch's default generator if None.
 
     Raises:
         TypeError: `input` is not in floating point.
@@ -65,13 +59,6 @@ def quantize_codebook(
     check_floating_point("quantize_codebook", input)
     view = BlockView(input.shape, block_size)
     _check_table(view, table)
-    if rounding is Rounding.STOCHASTIC:
-        if table.dim() > 1:
-            raise ValueError("quantize_codebook: stochastic rounding takes one table (L,), got one for each block")
-        x = (view.split(input).float() / view.split_scale(scale).float()).clamp(table[0], table[-1])
-        below, low, high = floatx.neighbours(x, table.float())
-        up = uniform(x, x.dtype, generator, None) * (high - low) < x - low
-        return view.merge((below + up).to(torch.uint8))
     middles = (table[..., 1:].float() + table[..., :-1].float()) / 2
     if table.dim() > 1:  # in the split view, which has the entries as one more axis
         middles = torch.stack([view.split_scale(entry) for entry in middles.unbind(-1)], -1)
@@ -209,7 +196,8 @@ class CodebookSpec:
         rounding: `Rounding` of the codes; STOCHASTIC is for a `table`.
 
     Raises:
-        ValueError: the codes are not unsigned integers, the table does not fit them, or `scale_spec` is not allowed.
+        ValueError: the codes are not unsigned integers, the table does not fit them, `scale_spec` is not allowed, or
+            stochastic rounding without a `table`.
     """
 
     dtype: QDType
@@ -227,6 +215,8 @@ class CodebookSpec:
             raise ValueError(f"CodebookSpec: codes are uint1 to uint8, got {self.dtype}")
         check_scale_spec(self.scale_spec)
         if self.table is None:
+            if self.rounding is Rounding.STOCHASTIC:
+                raise ValueError("CodebookSpec: stochastic rounding takes a table that all blocks share: table=(...)")
             return
         object.__setattr__(self, "table", tuple(float(value) for value in self.table))
         if len(self.table) != 2**self.dtype.bits:
@@ -289,9 +279,14 @@ class CodebookSpec:
         return scale, self.choose_table(input, scale)
 
     def quantize(self, input: Tensor, scale: Tensor, table: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Codes of `input`, uint8; see `quantize_codebook`."""
+        """Codes of `input`, uint8; see `quantize_codebook`. Stochastic rounding goes to one of the two neighbouring
+        entries, with the value as its expectation."""
         block = self.block_size(input.shape)
-        return quantize_codebook(input, block, scale, table, rounding=self.rounding, generator=generator)
+        if self.rounding is Rounding.NEAREST_EVEN:
+            return quantize_codebook(input, block, scale, table)
+        view = BlockView(input.shape, block)
+        x = view.split(input).float() / view.split_scale(scale).float()
+        return view.merge(floatx.stochastic_index(x, table.float(), generator).to(torch.uint8))
 
     def dequantize(
         self, codes: Tensor, scale: Tensor, table: Tensor, output_dtype: torch.dtype = torch.float32

@@ -1,7 +1,7 @@
 """Quantized training: weights live in codes, without a floating-point copy, and every update of them rounds
 stochastically. Matmuls are in the precision of the activations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -27,6 +27,10 @@ class _QuantizedTraining(Recipe):
         """The spec of the converted weight."""
         raise NotImplementedError
 
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding.STOCHASTIC if self.stochastic_rounding else Rounding.NEAREST_EVEN
+
     def declines(self, kind: weight_kinds.WeightKind) -> str | None:
         # Updates of codes go along their rows in memory.
         if kind.is_transposed:
@@ -45,14 +49,12 @@ class _QuantizedTraining(Recipe):
 
     def apply(self, weight: Tensor) -> Tensor:
         linear = self.served()
-        rounding = Rounding.STOCHASTIC if self.stochastic_rounding else Rounding.NEAREST_EVEN
-        return in_training(quantized_type(linear.weight).from_float(weight, linear), rounding=rounding)
+        return in_training(quantized_type(linear.weight).from_float(weight, linear), rounding=self.rounding)
 
     def has_made(self, target: targets.Target[Any]) -> bool:
         weight: Any = target.parameter
-        if not isinstance(weight, WeightInCodes) or weight.scheme.weight.to_nearest() != self.served().weight:
-            return False
-        return (weight.scheme.weight.rounding is Rounding.STOCHASTIC) == self.stochastic_rounding
+        wanted = replace(self.served().weight, rounding=self.rounding)
+        return isinstance(weight, WeightInCodes) and weight.scheme.weight == wanted
 
 
 @register_recipe("weight_only_quantized_training")
