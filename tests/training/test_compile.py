@@ -41,7 +41,8 @@ RECIPES: dict[str, Recipe] = {
     "lsq of a convolution": lsq(),
     "lsq of a convolution, dynamic": lsq(recipe=every_recipe.make("int8_dynamic_activation_int8_weight")),
 }
-QUICK = ("bitnet_training", "scheduled_training", "qat of int8_dynamic_activation_int4_weight", "lsq of a convolution, dynamic")
+QUICK = ("bitnet_training", "qat of int8_dynamic_activation_int4_weight", "lsq of a convolution, dynamic")
+QUICK += ("scheduled_training",)
 
 
 def some_slow(cases: Iterable[str], quick: tuple[str, ...]) -> list[object]:

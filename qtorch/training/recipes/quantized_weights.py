@@ -49,7 +49,10 @@ class _QuantizedTraining(Recipe):
 
     def apply(self, weight: Tensor) -> Tensor:
         linear = self.served()
-        return in_training(quantized_type(linear.weight).from_float(weight, linear), rounding=self.rounding)
+        made = in_training(quantized_type(linear.weight).from_float(weight, linear))
+        if linear.weight.scale_spec is not None:  # scales that the same values have again
+            made.copy_(weight)
+        return in_training(made, rounding=self.rounding)
 
     def has_made(self, target: targets.Target[Any]) -> bool:
         weight: Any = target.parameter
@@ -62,8 +65,8 @@ class _QuantizedTraining(Recipe):
 class WeightOnlyQuantizedTraining(_QuantizedTraining):
     """Weights in the codes of any format: integers, float8, floats of fewer bits, MX, NVFP4, tables of values.
 
-    It begins with the codes of `weight`, and converts to what that serves. Scales of updates cover all values, whatever
-    the rule of the spec: what they clip would shrink at each update.
+    It begins with the codes of `weight`, of NVFP4 with a power of two as the scale that all share, and converts to what
+    that serves. Scales of updates cover all values, whatever the rule of the spec: what they clip would shrink each time.
 
     Args:
         weight: an inference recipe, such as `float8_weight_only()`, whose weights it trains; or a spec, in the layout
