@@ -44,7 +44,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     check_copy(target, source)
     if target.scheme.shape != tuple(source.shape):
         raise ValueError(f"copy_: the target has shape {target.scheme.shape}, the source {tuple(source.shape)}")
-    _check_owns_its_scales(target, source)
+    check_owns_its_scales(target, source)
     if not target.trains:
         _check_finite(target, source)
     if not isinstance(source, QuantizedTensor) or source.scheme.spec != target.scheme.spec:
@@ -102,7 +102,7 @@ def count_write(target: QuantizedTensor) -> None:
                 torch.autograd.graph.increment_version(inner)
 
 
-def _check_owns_its_scales(target: QuantizedTensor, source: Tensor) -> None:
+def check_owns_its_scales(target: QuantizedTensor, source: Tensor) -> None:
     """Raise `ValueError` if a write into the view `target` would miss its base, or change scales outside the view."""
     base = target._base
     if not isinstance(base, QuantizedTensor):

@@ -66,7 +66,7 @@ class WeightOnlyQuantizedTraining(_QuantizedTraining):
     """Weights in the codes of any format: integers, float8, floats of fewer bits, MX, NVFP4, tables of values.
 
     It begins with the codes of `weight`, of NVFP4 with a power of two as the scale that all share, and converts to what
-    that serves. Scales of updates cover all values, whatever the rule of the spec: what they clip would shrink each time.
+    that serves. Scales of updates cover all values, whatever the rule of the spec is: what they clip would shrink.
 
     Args:
         weight: an inference recipe, such as `float8_weight_only()`, whose weights it trains; or a spec, in the layout

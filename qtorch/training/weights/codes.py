@@ -211,6 +211,8 @@ def _store(weight: WeightInCodes, source: Tensor) -> None:
     if tuple(source.shape) != weight.scheme.shape:
         raise ValueError(f"copy_: the target has shape {weight.scheme.shape}, the source {tuple(source.shape)}")
     ops.check_copy(weight, source)
+    if weight._copied_parts:
+        ops.check_owns_its_scales(weight, source)
     scheme, spec, given = weight.scheme, weight.scheme.weight, getattr(source, "scheme", None)
     new: Any = source
     if not (isinstance(given, Scheme) and ops.same_numbers(given.weight, spec) and given.layout == scheme.layout):
