@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import qtorch
 from benchmarks.common import RESULTS
 from benchmarks.ranks import Ranks
-from qtorch import PerBlock
+from qtorch import PerBlock, float8_weight_only, nvfp4_weight_only
 from qtorch.recipes.base import Recipe
 from qtorch.training import (
     AdamW4bit,
@@ -59,6 +59,7 @@ from qtorch.training import (
     nvfp4_training,
     precompute_bitnet_scale_for_fsdp,
     switchback_training,
+    weight_only_quantized_training,
 )
 
 OUTPUT = RESULTS / "pretrain_llama"
@@ -91,6 +92,9 @@ RECIPES: dict[str, Recipe | None] = {
     "int8_weights": int8_weight_only_quantized_training(),
     "int8_weights_nearest": int8_weight_only_quantized_training(stochastic_rounding=False),
     "int4_weights": int4_weight_only_quantized_training(),
+    "float8_weights": weight_only_quantized_training(float8_weight_only()),
+    "float8_weights_nearest": weight_only_quantized_training(float8_weight_only(), stochastic_rounding=False),
+    "nvfp4_weights": weight_only_quantized_training(nvfp4_weight_only()),
     "bitnet": bitnet_training(),
     "int4": int4_training(),
     "binary": binary_training(),

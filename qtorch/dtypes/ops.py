@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..primitives import QuantSpec, Scheme, is_compiling
+from ..primitives import Scheme, is_compiling
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 
@@ -44,7 +44,7 @@ def _copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     check_copy(target, source)
     if target.scheme.shape != tuple(source.shape):
         raise ValueError(f"copy_: the target has shape {target.scheme.shape}, the source {tuple(source.shape)}")
-    _check_owns_its_scales(target, source)
+    check_owns_its_scales(target, source)
     if not target.trains:
         _check_finite(target, source)
     if not isinstance(source, QuantizedTensor) or source.scheme.spec != target.scheme.spec:
@@ -89,8 +89,7 @@ def check_copy(target: Tensor, source: Tensor) -> None:
 
 def same_numbers(one: Any, other: Any) -> bool:
     """Whether codes of two specs stand for the same numbers: the specs differ at most in the rounding of updates."""
-    nearest = [spec.to_nearest() if isinstance(spec, QuantSpec) else spec for spec in (one, other)]
-    return bool(nearest[0] == nearest[1])
+    return bool(one.to_nearest() == other.to_nearest())
 
 
 def count_write(target: QuantizedTensor) -> None:
@@ -103,7 +102,7 @@ def count_write(target: QuantizedTensor) -> None:
                 torch.autograd.graph.increment_version(inner)
 
 
-def _check_owns_its_scales(target: QuantizedTensor, source: Tensor) -> None:
+def check_owns_its_scales(target: QuantizedTensor, source: Tensor) -> None:
     """Raise `ValueError` if a write into the view `target` would miss its base, or change scales outside the view."""
     base = target._base
     if not isinstance(base, QuantizedTensor):

@@ -28,7 +28,6 @@ from ..checkpoint.formats.transformers_folder import Index, TransformersFolder, 
 from ..dtypes import QuantizedTensor
 from ..model.install import check_model
 from ..primitives.supported_versions import check_version
-from ..training.weights.codes import CodesWeight
 from .plain_state import plain_state
 from .wrappers import around
 
@@ -180,9 +179,6 @@ def _load_quantized(
     if not any(isinstance(tensor, QuantizedTensor) for tensor in own.values()):
         return load(model, filename, strict=strict, device=device, **more)
     state = _joined(load_file(filename, device=device), filename)
-    for name, tensor in own.items():
-        if isinstance(tensor, CodesWeight) and isinstance(state.get(name), QuantizedTensor):
-            state[name] = CodesWeight(state[name].inner_tensors, state[name].scheme)
     # Of tied weights one is stored.
     stored = {id(own[name]): tensor for name, tensor in state.items() if name in own}
     state |= {name: stored[id(of)] for name, of in own.items() if name not in state and id(of) in stored}

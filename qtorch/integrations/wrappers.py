@@ -179,9 +179,9 @@ def _parallelized(module: nn.Module, name: str, parameter: Any) -> None:
 def _is_trained_in_codes(parameter: Any) -> bool:
     if not isinstance(parameter, QuantizedTensor) or not parameter.trains:
         return False
-    from ..training.weights.codes import CodesWeight
+    from ..training.weights.codes import WeightInCodes
 
-    return isinstance(parameter, CodesWeight)
+    return isinstance(parameter, WeightInCodes)
 
 
 hooks.register_module_module_registration_hook(_registered)

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import qparams, slices, spec
+from . import floatx, qparams, slices, spec
 from .affine import check_floating_point, with_non_finite
 from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
 from .granularity import Block, BlockView, Granularity, PerGroup, PerRow, scale_shape
 from .jsonable import jsonable, to_json
 from .qdtype import QDType, qdtype
+from .rounding import Rounding
 
 # fmt: off
 NF4_TABLE = (
@@ -192,9 +193,11 @@ class CodebookSpec:
         scale_dtype: dtype of the scales; None is fp32 for rows and tensors, the dtype of the tensor for groups.
         scale_spec: how the scales are quantized (see `double_quant`); None leaves them in floating point.
         eps: smallest scale, also 0, for tables without 0; None is the smallest normal number of the scale's dtype.
+        rounding: `Rounding` of the codes; STOCHASTIC is for a `table`.
 
     Raises:
-        ValueError: the codes are not unsigned integers, the table does not fit them, or `scale_spec` is not allowed.
+        ValueError: the codes are not unsigned integers, the table does not fit them, `scale_spec` is not allowed, or
+            stochastic rounding without a `table`.
     """
 
     dtype: QDType
@@ -204,6 +207,7 @@ class CodebookSpec:
     scale_dtype: torch.dtype | None = None
     scale_spec: spec.QuantSpec | None = None
     eps: float | None = None
+    rounding: Rounding = Rounding.NEAREST_EVEN
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
@@ -211,6 +215,8 @@ class CodebookSpec:
             raise ValueError(f"CodebookSpec: codes are uint1 to uint8, got {self.dtype}")
         check_scale_spec(self.scale_spec)
         if self.table is None:
+            if self.rounding is Rounding.STOCHASTIC:
+                raise ValueError("CodebookSpec: stochastic rounding takes a table that all blocks share: table=(...)")
             return
         object.__setattr__(self, "table", tuple(float(value) for value in self.table))
         if len(self.table) != 2**self.dtype.bits:
@@ -272,9 +278,15 @@ class CodebookSpec:
         scale = dequantize_scale(quantize_scale(self.choose_scale(input), self.scale_spec), self.scale_spec)
         return scale, self.choose_table(input, scale)
 
-    def quantize(self, input: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-        """Codes of `input`, uint8; see `quantize_codebook`."""
-        return quantize_codebook(input, self.block_size(input.shape), scale, table)
+    def quantize(self, input: Tensor, scale: Tensor, table: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Codes of `input`, uint8; see `quantize_codebook`. Stochastic rounding goes to one of the two neighbouring
+        entries, with the value as its expectation."""
+        block = self.block_size(input.shape)
+        if self.rounding is Rounding.NEAREST_EVEN:
+            return quantize_codebook(input, block, scale, table)
+        view = BlockView(input.shape, block)
+        x = view.split(input).float() / view.split_scale(scale).float()
+        return view.merge(floatx.stochastic_index(x, table.float(), generator).to(torch.uint8))
 
     def dequantize(
         self, codes: Tensor, scale: Tensor, table: Tensor, output_dtype: torch.dtype = torch.float32
@@ -285,6 +297,10 @@ class CodebookSpec:
     def with_granularity(self, granularity: Granularity) -> "CodebookSpec":
         """The same spec with another granularity."""
         return replace(self, granularity=granularity)
+
+    def to_nearest(self) -> "CodebookSpec":
+        """The same spec, rounding to nearest."""
+        return replace(self, rounding=Rounding.NEAREST_EVEN)
 
     def __str__(self) -> str:
         table = "k-means" if self.table is None else "NF4" if self.table == NF4_TABLE else "table"
@@ -351,7 +367,7 @@ class PowerSpec(CodebookSpec):
     def ends(self) -> tuple[float, float]:
         return -1.0, 1.0
 
-    def quantize(self, input: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    def quantize(self, input: Tensor, scale: Tensor, table: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Codes of `input`, uint8: the nearest values, of two the one nearer to zero; that of a NaN is undefined.
 
         With N^p |x / scale| = y between k^p and (k + 1)^p, the code is k where y is at most their middle, in fp32. As

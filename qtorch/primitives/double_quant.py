@@ -62,7 +62,7 @@ def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
     if _has_mean(spec):
         mean = flat.mean() if flat.numel() else flat.new_zeros(())
         flat = flat - mean
-    groups = _in_groups(flat, spec)
+    groups = in_groups(flat, spec)
     by_group = spec.with_granularity(PerRow())
     scale_scale, _ = by_group.choose_qparams(groups)
     codes = by_group.quantize(groups, scale_scale, None).reshape(-1)[: flat.numel()]
@@ -93,7 +93,7 @@ def quantize_zero_point(zero_point: Tensor, spec: Numerics) -> dict[str, Tensor]
     """The tensors that represent zero points of the OFFSET domain (any shape): codes, and a scale for each group, which
     has the sign of the largest of the group. Unsigned codes are for zero points of one sign."""
     low, high = spec.code_range
-    groups = _in_groups(zero_point.reshape(-1).float(), spec)
+    groups = in_groups(zero_point.reshape(-1).float(), spec)
     largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))
     scale = (largest / high).to(spec.scale_dtype or torch.float32)
     step = torch.where(scale == 0, 1.0, scale.float())
@@ -115,7 +115,7 @@ def _dequantize_groups(codes: Tensor, scale: Tensor, spec: Numerics, rows: Tenso
     """Numbers (n,) that `codes` of any shape stand for, or those of some rows, given the scale of each group."""
     if rows is None:
         # `spec.dequantize` without its temporaries: this is done at each product.
-        groups = spec.dtype.decode(_in_groups(codes.reshape(-1), spec))
+        groups = spec.dtype.decode(in_groups(codes.reshape(-1), spec))
         return groups.mul_(scale.reshape(-1, 1)).reshape(-1)[: codes.numel()]
     row = torch.arange(math.prod(codes.shape[1:]), device=codes.device)
     group = (rows.reshape(-1, 1) * row.numel() + row).reshape(-1) // group_size(codes.numel(), spec)
@@ -128,7 +128,7 @@ def group_size(count: int, spec: Numerics) -> int:
     return max(1, count) if size == -1 else size
 
 
-def _in_groups(flat: Tensor, spec: Numerics) -> Tensor:
+def in_groups(flat: Tensor, spec: Numerics) -> Tensor:
     """(n,) -> (ceil(n / group), group), padded with zeros, which do not change the absmax of a group."""
     size = group_size(flat.numel(), spec)
     missing = -flat.numel() % size

@@ -186,10 +186,15 @@ class MidRise(SignedFormat):
         return False
 
 
-def _neighbours(magnitude: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The index of the largest of the ascending `values` that is not above `magnitude`, or 0; it, and the next one."""
-    below = (torch.bucketize(magnitude, values, right=True) - 1).clamp(min=0)
-    return below, values[below], values[(below + 1).clamp(max=len(values) - 1)]
+def stochastic_index(
+    x: Tensor, values: Tensor, generator: torch.Generator | None = None, noise: Tensor | None = None
+) -> Tensor:
+    """The index of one of the two ascending `values` on either side of `x`, whose value has the expectation x; beyond
+    the last ones it saturates. That of NaN is undefined."""
+    x = x.clamp(values[0], values[-1])
+    below = (torch.bucketize(x, values, right=True) - 1).clamp(0, len(values) - 2)
+    low, high = values[below], values[below + 1]
+    return below + (uniform(x, x.dtype, generator, noise) * (high - low) < x - low)
 
 
 def round_magnitudes(
@@ -197,9 +202,8 @@ def round_magnitudes(
 ) -> Tensor:
     """`x` (fp32) rounded stochastically to plus or minus one of the ascending `magnitudes`, the first of them zero,
     with expectation x; beyond the last it saturates. NaN stays."""
-    magnitude = x.abs().clamp(max=magnitudes[-1])
-    _, low, high = _neighbours(magnitude, x.new_tensor(magnitudes))
-    rounded = torch.where(uniform(x, x.dtype, generator, noise) * (high - low) < magnitude - low, high, low)
+    values = x.new_tensor(magnitudes)
+    rounded = values[stochastic_index(x.abs(), values, generator, noise)]
     return torch.where(x.isnan(), x, torch.copysign(rounded, x))
 
 

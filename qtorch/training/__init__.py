@@ -41,8 +41,9 @@ from .recipes.int8 import Int8MixedPrecisionTraining as int8_mixed_precision_tra
 from .recipes.int8 import Int8MixedPrecisionTrainingConfig
 from .recipes.int8 import Int8TilewiseTraining as int8_tilewise_training
 from .recipes.int8 import SwitchbackTraining as switchback_training
-from .recipes.int8 import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
-from .recipes.int8 import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
+from .recipes.quantized_weights import Int4WeightOnlyQuantizedTraining as int4_weight_only_quantized_training
+from .recipes.quantized_weights import Int8WeightOnlyQuantizedTraining as int8_weight_only_quantized_training
+from .recipes.quantized_weights import WeightOnlyQuantizedTraining as weight_only_quantized_training
 from .recipes.scheduled import ScheduledTraining as scheduled_training
 from .rollouts import batch_invariant, sync_codes
 from .weights.base import TrainingWeight
@@ -62,5 +63,5 @@ __all__ = [
     "precompute_bitnet_scale_for_fsdp", "qat", "quantized_conv1d", "quantized_conv2d", "quantized_conv3d",
     "quantized_conv_transpose1d", "quantized_conv_transpose2d", "quantized_conv_transpose3d", "quantized_einsum",
     "quantized_grouped_mm", "quantized_matmul", "scheduled_qat", "scheduled_training", "share_rounding",
-    "switchback_training", "sync_codes",
+    "switchback_training", "sync_codes", "weight_only_quantized_training",
 ]  # fmt: skip

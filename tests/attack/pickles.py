@@ -90,7 +90,8 @@ def damaged(seed: int) -> tuple[str, bytes]:
 # --- changes to the arguments of `rebuild`: each says what it did ---
 def type_name(arguments: Arguments, pick: random.Random) -> str:
     names = ["AffineQuantizedTensor", "LUTQuantizedTensor", "UintxTensor", "ConvWeight", "MasterWeight"]
-    names += ["FakeQuantizedWeight", "CodesWeight", "BitnetWeight", "TrainingWeight", "QuantizedTensor"]
+    names += ["FakeQuantizedWeight", "CodesWeight", "TableCodesWeight", "BitnetWeight"]
+    names += ["TrainingWeight", "QuantizedTensor"]
     names += ["Parameter", "Tensor", "dict", ""]
     arguments[TYPE_NAME] = pick.choice([*names, *names, None, 3, ["AffineQuantizedTensor"], {}])
     return f"type name {arguments[TYPE_NAME]!r}"

@@ -13,7 +13,8 @@ from qtorch.model.install import PreparedModule
 from qtorch.primitives.codebooks import CodebookSpec
 from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.recipes.sparse import BlockSparse
-from qtorch.training import CodesWeight, TrainingWeight
+from qtorch.training import TrainingWeight
+from qtorch.training.weights.codes import WeightInCodes
 from tests import every_recipe
 from tests.attack import training_recipes
 
@@ -50,7 +51,7 @@ class Subject:
     @property
     def stochastic(self) -> bool:
         """Weights live in codes, and what is written to them is rounded stochastically."""
-        return isinstance(self.layer().weight, CodesWeight)
+        return isinstance(self.layer().weight, WeightInCodes)
 
     @property
     def clips(self) -> bool:
@@ -112,8 +113,8 @@ class Subject:
         if isinstance(self.layer(), PreparedModule):
             return "prepared layers"
         if isinstance(weight, TrainingWeight):
-            kinds = {"CodesWeight": "trains in codes", "FakeQuantizedWeight": "qat"}
-            return kinds.get(type(weight).__name__, "trains in float")
+            in_codes = "trains in codes" if self.stochastic else "trains in float"
+            return "qat" if type(weight).__name__ == "FakeQuantizedWeight" else in_codes
         assert isinstance(weight, QuantizedTensor)
         assert isinstance(self.recipe, WeightRecipe)
         spec = self.recipe.linear_spec()

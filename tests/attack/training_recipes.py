@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from qtorch import PerBlock, int8_dynamic_activation_int4_weight, int8_weight_only
+from qtorch import (
+    PerBlock,
+    float8_weight_only,
+    int8_dynamic_activation_int4_weight,
+    int8_weight_only,
+    nf4_weight_only,
+    nvfp4_weight_only,
+)
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
 from tests.every_recipe import is_of_users
@@ -15,6 +22,7 @@ ARGUMENTS: dict[str, tuple] = {
     "mxfp4_training": (False, False),  # without noise, so that two runs have the same numbers
     "nvfp4_training": (False, False),
     "scheduled_qat": (int8_dynamic_activation_int4_weight(group_size=32),),
+    "weight_only_quantized_training": (float8_weight_only(),),
 }
 
 NAMES = sorted(name for name, c in RECIPES.items() if c.__module__.startswith("qtorch.training.") and name != "convert")
@@ -25,6 +33,8 @@ VARIANTS: dict[str, Recipe] = {
     "float8_training by blocks": RECIPES["float8_training"](PerBlock((32, 32))),
     "qat of int8_weight_only": RECIPES["qat"](int8_weight_only()),
     "lsq of int8_weight_only": RECIPES["lsq"](recipe=int8_weight_only()),
+    "NVFP4 trained in codes": RECIPES["weight_only_quantized_training"](nvfp4_weight_only()),
+    "NF4 trained in codes": RECIPES["weight_only_quantized_training"](nf4_weight_only(32, double_quantize=False)),
 }
 
 

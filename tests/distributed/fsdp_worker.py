@@ -127,7 +127,7 @@ def check_recipes_of_training() -> None:
     values refuse weights without, and all refuse what is sharded, by name."""
     rank = dist.get_rank()
     needs_values = ["int4_weight_only_quantized_training", "int8_weight_only_quantized_training"]
-    needs_values += ["lora_qat", "lsq", "scheduled_qat", "scheduled_training"]
+    needs_values += ["lora_qat", "lsq", "scheduled_qat", "scheduled_training", "weight_only_quantized_training"]
     for name in training_recipes.NAMES:
         recipe = training_recipes.make(name)
         with torch.device("meta"):

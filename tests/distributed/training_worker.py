@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import qtorch
 from qtorch import compute_error, int8_dynamic_activation_int4_weight, quantize_, training
-from qtorch.training import CodesWeight, calibrate, convert, lsq, qat
+from qtorch.training import calibrate, convert, lsq, qat
+from qtorch.training.weights.codes import WeightInCodes
 from tests.distributed.processes import worker
 
 W8A8 = qtorch.int8_static_activation_int8_weight(0.03)
@@ -29,6 +30,7 @@ RECIPES: dict[str, qtorch.recipes.base.Recipe] = {
     **LEARNED,
     "int8_mixed_precision": training.int8_mixed_precision_training(),
     "int8_weights": training.int8_weight_only_quantized_training(),
+    "nf4_weights": training.weight_only_quantized_training(qtorch.nf4_weight_only(32, double_quantize=False)),
     "bitnet": training.bitnet_training(),
     "bitnet_precomputed": training.bitnet_training(),
     "qat": qat(int8_dynamic_activation_int4_weight()),
@@ -146,7 +148,7 @@ def check_shards(name: str, model: nn.Sequential, held: type) -> None:
     for refused in (nn.Sequential(fully_shard(nn.Linear(64, 64))), model):
         with pytest.raises(ValueError, match="is sharded"):
             quantize_(refused, lsq() if refused is not model else convert())
-    if held is CodesWeight:
+    if issubclass(held, WeightInCodes):
         # From the same seed, the same values are rounded differently by each rank.
         torch.manual_seed(0)
         shard = model[2].weight._local_tensor

@@ -42,6 +42,7 @@ RECIPES: dict[str, Recipe] = {
     "lsq of a convolution, dynamic": lsq(recipe=every_recipe.make("int8_dynamic_activation_int8_weight")),
 }
 QUICK = ("bitnet_training", "qat of int8_dynamic_activation_int4_weight", "lsq of a convolution, dynamic")
+QUICK += ("scheduled_training",)
 
 
 def some_slow(cases: Iterable[str], quick: tuple[str, ...]) -> list[object]:
@@ -74,8 +75,7 @@ def assert_alike(model: nn.Module, other: nn.Module, compiled: nn.Module, x: Ten
         assert torch.equal(wanted, got) or compute_error(wanted, got) > least
 
 
-# With dynamic=True dynamo itself fails on the layers of `scheduled_training`; `test_inductor` has them.
-@pytest.mark.parametrize("name", some_slow([name for name in RECIPES if name != "scheduled_training"], QUICK))
+@pytest.mark.parametrize("name", some_slow(RECIPES, QUICK))
 def test_one_graph_for_every_batch(name: str) -> None:
     model, shape = mlp(RECIPES[name]), (64,)
     if "convolution" in name:

@@ -309,7 +309,7 @@ def test_attached_it_is_saved_with_the_model(schedule: QuantizationSchedule | No
         optimizer.step()
         optimizer.zero_grad()
     if schedule is not None:
-        assert {state.steps for state in model.injection.states.values()} == {2}
+        assert {int(state.step) for state in model.injection.states.values()} == {2}
     with torch.no_grad():
         for stage in ("trained", "converted"):
             if stage == "converted":
@@ -324,7 +324,7 @@ def test_attached_it_is_saved_with_the_model(schedule: QuantizationSchedule | No
             loaded.load_state_dict(state, assign=True)
             assert torch.equal(loaded(x), wanted)
             if stage == "trained" and schedule is not None:
-                assert loaded.injection.states["0:linear"].steps == 2
+                assert loaded.injection.states["0:linear"].step == 2
     refuses("the model has 'injection' already", lambda: inject(spec).attach(model))
 
 

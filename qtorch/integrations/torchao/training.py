@@ -31,19 +31,11 @@ def Int8MixedPrecisionTrainingConfig(
     return training.int8_mixed_precision_training(flags)
 
 
-def Int8WeightOnlyQuantizedTrainingConfig() -> Recipe:
-    """`int8_weight_only_quantized_training`."""
-    return training.int8_weight_only_quantized_training()
-
-
-def BitNetTrainingConfig() -> Recipe:
-    """`bitnet_training`."""
-    return training.bitnet_training()
-
-
 int8_mixed_precision_training = Int8MixedPrecisionTrainingConfig
-int8_weight_only_quantized_training = Int8WeightOnlyQuantizedTrainingConfig
-bitnet_training = BitNetTrainingConfig
+Int8WeightOnlyQuantizedTrainingConfig = int8_weight_only_quantized_training = (
+    training.int8_weight_only_quantized_training
+)
+BitNetTrainingConfig = bitnet_training = training.bitnet_training
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ...calibration.methods import Method, with_data
 from ...checkpoint import header, tensor_file
 from ...checkpoint.formats import transformers_folder
 from ...checkpoint.formats.transformers_folder import QUANT_METHOD, VERSION, Index, quantization_config, read_recipe
-from ...dtypes import AffineQuantizedTensor, QuantizedTensor, serialize
+from ...dtypes import QuantizedTensor, serialize
 from ...kernels.registry import choose
 from ...model import explain, misfit, module_repr
 from ...model.report import QuantizeReport, skipped_row
@@ -28,7 +28,7 @@ from ...model.targets import Target, find_targets, is_asked_by_name, named_error
 from ...quantize_api import check_targets, instead_of, place, quantize_
 from ...recipes.base import Recipe, WeightRecipe
 from ...training.weights.base import TrainingWeight
-from ...training.weights.codes import CodesWeight
+from ...training.weights.codes import in_training
 
 AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)  # the entry of `qtorch_autoload`
 
@@ -283,8 +283,7 @@ class StoredWeights:
         # Weights of another dtype than the saved model had keep theirs.
         if self.config.model_dtype in (None, str(tensor.dtype).removeprefix("torch.")):
             tensor = transformers_folder.cast(tensor, self.dtype)
-        trains = name in self.config.trained() and isinstance(tensor, AffineQuantizedTensor)
-        return CodesWeight(tensor.inner_tensors, tensor.scheme) if trains else tensor
+        return in_training(tensor) if name in self.config.trained() else tensor
 
 
 def placed(tensor: QuantizedTensor, model: nn.Module, place: str) -> nn.Parameter:

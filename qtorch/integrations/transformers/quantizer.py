@@ -226,8 +226,8 @@ def read_stored(model: nn.Module, state: dict[str, Any], prefix: str, *args: Any
             tensor = serialize.from_canonical({**entry, "tensors": parts}, state.pop)
         except ValueError as error:
             raise ValueError(f"{key} is stored in another way than the model holds it: {error}") from error
-        is_codes = isinstance(parameter, codes.CodesWeight)
-        state[key] = codes.CodesWeight(tensor.inner_tensors, tensor.scheme) if is_codes else tensor
+        in_codes = isinstance(parameter, codes.WeightInCodes)
+        state[key] = codes.in_training(tensor) if in_codes else tensor
 
 
 logger = logging.getLogger(__name__)

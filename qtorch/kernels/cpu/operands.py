@@ -14,7 +14,7 @@ from torch import Tensor
 from ...primitives import MappingType, MinMaxRule, QDType, QuantSpec, Rounding, ZeroPointDomain, granularity, tracing
 from ..custom_ops import TENSORS, implement, note, portable
 from ..ops.block_mm import int8_block_mm
-from ..ops.int8_grouped_mm import LARGE_SCALE, int8_rows_product
+from ..ops.int8_grouped_mm import int8_rows_product, large_scale
 from ..ops.int_matmul import EXACT_SLICE, int32_terms, int_matmul_into
 from ..ops.quantize import Quantized, is_int8_rowwise, quantize_dynamic, quantize_rows, shares_scales
 from ..ops.weight_only_mm import dequantize_codes
@@ -228,7 +228,7 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
             if not compiled.int8_mm(of_weight + of_call):
                 return y
             # What is not finite may be so on the way only.
-    if in_block and bool(ws.amax() <= LARGE_SCALE):
+    if in_block and bool(ws.amax() <= large_scale()):
         note("int_matmul")
         return cpu_int8_block_mm(xq, xs, wq, ws, dtype)
     note(f"scale_sums.{compiled.instruction_set}")

@@ -20,7 +20,6 @@ from .int_matmul import int32_terms, int_matmul, int_sums
 WEIGHT_SLICE = 4 << 20  # bytes of a grouped weight that are converted to floating point at a time
 RESULT_SLICE = 1 << 20  # bytes of the result that the groups of such a slice are added to at a time, to stay in cache
 EXACT_TERMS = 2**24 // (256 * 256)  # that fp32 accumulates exactly if both factors are differences of 8-bit codes
-LARGE_SCALE = 2.0**80  # beyond it, the product of a scale with a sum of codes may be infinite
 
 
 @custom_ops.opaque(lambda xq, xs, xz, wq, ws, wz, dtype: xs.new_empty(xq.shape[0], wq.shape[0], dtype=dtype))
@@ -55,11 +54,17 @@ def int8_grouped_mm(
     return y.mul_(xs.float()).mul_(up).to(dtype)
 
 
+def large_scale() -> float:
+    """Beyond it, the product of a scale with a sum of codes may be infinite. No constant of the module: with dynamic
+    shapes Dynamo takes those for inputs, and fails where two autograd functions have one."""
+    return 2.0**80
+
+
 def without_large(ws: Tensor) -> tuple[Tensor, Tensor]:
     """Scales (N, G) in fp32 whose products with sums of codes are finite, and powers of two (1, N) that are multiplied
     last: 1, but for rows with scales near the largest number. So a result is finite where fp32 can represent it."""
     ws = ws.float()
-    up = registry.power_if_larger(ws, LARGE_SCALE, 2.0**48)
+    up = registry.power_if_larger(ws, large_scale(), 2.0**48)
     return ws / up, up.t()
 
 

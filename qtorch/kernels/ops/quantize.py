@@ -17,8 +17,6 @@ from ..custom_ops import by_device, opaque
 from ..registry import QuantizedWeight
 from .weight_only_mm import dequantize_codes
 
-_TINY = torch.finfo(torch.float32).tiny
-
 
 @by_device
 def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,8 +28,8 @@ def quantize_int8_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     affine.check_floating_point("quantize_int8_rowwise", x)
     if x.shape[-1] == 0:
-        return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), _TINY, dtype=torch.float32)
-    scale = affine.quotient(x.abs().amax(-1, keepdim=True).float(), 127.0).clamp(min=_TINY)
+        return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), torch.finfo(torch.float32).tiny, dtype=torch.float32)
+    scale = affine.quotient(x.abs().amax(-1, keepdim=True).float(), 127.0).clamp(min=torch.finfo(torch.float32).tiny)
     # |x / scale| <= 127 up to rounding, and 127 + rounding error still rounds to 127: there is nothing to clip.
     return torch.round(x * (1.0 / scale)).to(torch.int8), scale
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...dtypes import AffineQuantizedTensor, QuantizedTensor, linear
+from ...dtypes import QuantizedTensor, linear
 from ...kernels.ops import block_mm, int8_grouped_mm
 from ...primitives import QuantSpec, Rounding, affine, double_quant, granularity, tracing
 from ...primitives.rotated_spec import rotate_blocks, sylvester
@@ -54,7 +54,7 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionStat
         return tracing.run_whole(contraction, x, w, spec, state)
     if torch.is_grad_enabled() and (x.requires_grad or linear.requires_grad(w)):
         return _Contraction.apply(x, w, spec, state)
-    if isinstance(w, AffineQuantizedTensor):  # stored as codes: multiplied as in inference
+    if hasattr(w, "frozen"):  # in codes: multiplied as in inference
         return linear.multiply(x, w.convert())  # type: ignore[attr-defined]
     return product(x, _values(w), "output", spec.output, state, x.dtype)
 
@@ -78,13 +78,12 @@ class _Contraction(torch.autograd.Function):
         # Inner tensors are saved, not the parameter, which its module could not exchange then (`model.to`).
         saved_x, saved_w = Operand(x, x.shape[0]), Operand(w, about.shape[0])
         whole = tracing.is_compiling()
-        if isinstance(w, AffineQuantizedTensor):
-            y = linear.multiply(x, w.convert())  # type: ignore[attr-defined]
+        if hasattr(w, "frozen"):
+            y = linear.multiply(x, w.convert())
             if spec.grad_weight.reuse_forward:
                 saved_x = quantize_operand(x, spec.output.lhs, tokens=True).in_blocks()
             if not whole:
-                ctx.codes = type(w), w.scheme
-                saved_w = Operand(w.qdata, about.shape[0], w.scale, w.zero_point)  # type: ignore[attr-defined]
+                ctx.codes = type(w), w.scheme, tuple(w.inner_tensors)
         else:
             floats = _values(w)
             saved_w = floats if isinstance(floats, Operand) else saved_w if whole else saved_w._replace(values=floats)
@@ -102,8 +101,10 @@ class _Contraction(torch.autograd.Function):
                     ctx.of_w = OperandGradient.of(_floats(w), wq, spec.output.rhs, spec)
         needs_x, needs_w = (needed or spec.scale_gradient for needed in ctx.needs_input_grad[:2])
         tensors_x = (saved_x.values, saved_x.scale, saved_x.zero_point) if needs_w else (None, None, None)
-        tensors_w = (saved_w.values, saved_w.scale, saved_w.zero_point) if needs_x else (None, None, None)
-        ctx.save_for_backward(*tensors_x, *tensors_w)
+        tensors_w: Any = (saved_w.values, saved_w.scale, saved_w.zero_point)
+        if ctx.codes is not None:
+            tensors_w = w.inner_tensors.values()
+        ctx.save_for_backward(*tensors_x, *(tensors_w if needs_x else [None] * len(tensors_w)))
         ctx.saved = saved_x.kept, saved_x.spec, saved_w.kept, saved_w.spec
         return y
 
@@ -112,11 +113,12 @@ class _Contraction(torch.autograd.Function):
     @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (g,) = grad_outputs
-        x, xs, xz, w, ws, wz = ctx.saved_tensors
+        x, xs, xz, *of_w = ctx.saved_tensors
         m, x_spec, n, w_spec = ctx.saved
-        if ctx.codes is not None and w is not None:
-            kind, scheme = ctx.codes
-            w, ws, wz = kind({"qdata": w, "scale": ws, "zero_point": wz}, scheme), None, None
+        if ctx.codes is not None:
+            kind, scheme, names = ctx.codes
+            of_w = [None if of_w[0] is None else kind(dict(zip(names, of_w)), scheme), None, None]
+        w, ws, wz = of_w
         grad_x, grad_w = None, None
         if ctx.needs_input_grad[0]:
             grad_x = _backward_matmul(g, Operand(w, n, ws, wz, w_spec), "grad_input", ctx, ctx.x_dtype)
@@ -132,7 +134,7 @@ def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, dtype: torc
     state: ContractionState = ctx.state
     if not gemm.reuse_forward and other.spec is None:
         return product(g, _floats(other.values).t(), name, gemm, state, dtype)
-    if isinstance(other.values, AffineQuantizedTensor):
+    if hasattr(other.values, "frozen"):
         return linear.multiply(g, other.values.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
     if not ctx.active:
         observed(g, f"{name}.lhs", gemm.lhs, state)

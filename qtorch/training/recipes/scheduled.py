@@ -25,7 +25,8 @@ from .base import check_trainable
 
 class ScheduledContraction(Schedule, ContractionState):
     """The state of one contraction: its step, and the ranges of its static operands, made when they are first seen. The
-    count is also a Python number: reading a buffer of a device would wait for it."""
+    count is also a Python number: reading a buffer of a device would wait for it. It stops at the last step that the
+    schedule names, since a compiled graph holds for one number."""
 
     repeats = False
 
@@ -46,7 +47,10 @@ class ScheduledContraction(Schedule, ContractionState):
 
     def count(self) -> None:
         super().count()
-        self.steps += 1
+        self.steps = self._until_last(self.steps + 1)
+
+    def _until_last(self, step: int) -> int:
+        return min(step, max(self.start_step, self.freeze_step or 0))
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> quantizers.ObservedRange | None:
         if operand not in self.static:
@@ -75,7 +79,7 @@ class ScheduledContraction(Schedule, ContractionState):
                 # The spec is that of the contraction, which comes with its next call.
                 self._add(key, QuantSpec(qdtype("int8")), extreme.shape, extreme.device)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self.steps = int(self.step)
+        self.steps = self._until_last(int(self.step))
 
     def extra_repr(self) -> str:
         return repr(self.schedule)

@@ -99,7 +99,7 @@ class TrainingWeight(QuantizedTensor):
         """Rows of the weight as the forward quantizes it: the table may be tied to a linear layer."""
         rows = floats_of(self)
         spec = self.training_spec.output.rhs
-        if spec is not None:
+        if spec is not None and not hasattr(self, "frozen"):
             rows = spec.to_nearest().fake_quantize(rows)
         return torch.nn.functional.embedding(ids, rows, **options).to(self.dtype)
 

@@ -1,9 +1,10 @@
-"""CodesWeight: a parameter that is held as codes and trained.
+"""WeightInCodes: a parameter that is held as codes and trained; of affine codes `CodesWeight`, of look-up tables
+`TableCodesWeight`.
 
 It has no floating-point copy. An update in place, `p.addcdiv_(m, v)` say, computes in fp32 one weight at a time
 and rounds stochastically into codes with a new scale:
 
-    w <- round(w' / s') s',   s' from w', the updated values      E[w] = w'
+    w <- round(w' / s') s',   s' from w', the updated values (`primitives.covering`)      E[w] = w'
 
 so that updates smaller than a step still add up in expectation (Gupta et al., arXiv 1502.02551). The forward runs
 the kernel of the converted weight; gradients are those of the dequantized values.
@@ -14,27 +15,29 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ...dtypes import AffineQuantizedTensor, QuantizedTensor, ops
+from ...dtypes import AffineQuantizedTensor, LUTQuantizedTensor, QuantizedTensor, ops
 from ...model.install import check_model
-from ...primitives import LinearSpec, QuantSpec, Scheme
+from ...primitives import LinearSpec, Scheme, double_quant
+from ...primitives.covering import covering_qparams
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from .base import TrainingWeight, written_by
 
 aten = torch.ops.aten
 
 SCALINGS = {aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Scalar}
-"""Updates that can be applied to the scale, exactly: weight decay."""
+"""Updates that can be applied to a scale in fp32, exactly: weight decay. In 16 bits a factor near one changes none."""
 
 FUSED = {
     getattr(aten, name).default for name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 } | {aten._fused_sgd_.tensor_lr, aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr}
-"""Updates that take all of their tensors in one dtype."""
+"""Updates that take all of their tensors in one dtype, which is fp32 here: of 16 bits a weight would lose small updates
+before it is rounded."""
 
 _RANK_STRIDE = 0x9E3779B97F4A7C15
 """Odd, so that different ranks add different numbers to a seed."""
@@ -56,19 +59,13 @@ class SharedRounding:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") % 2**62
 
 
-class CodesWeight(TrainingWeight, AffineQuantizedTensor):
+class WeightInCodes(TrainingWeight):
     """See the top of the file. The rounding of its spec applies to its updates."""
 
+    frozen: ClassVar[type[QuantizedTensor]]
+    """The class of the converted weight."""
     _rank: int | None = None
     _shared_rounding: SharedRounding | None = None
-
-    @classmethod
-    def from_float(cls, input: Tensor, spec: Any, *args: Any) -> CodesWeight:
-        """Quantize by rounding to nearest, whatever the rounding of updates."""
-        linear = spec if isinstance(spec, LinearSpec) else LinearSpec(spec)
-        nearest = replace(linear, weight=linear.weight.to_nearest())
-        start = AffineQuantizedTensor.from_float(input, nearest)
-        return cls(start.inner_tensors, replace(start.scheme, spec=replace(linear, layout=start.scheme.layout)))
 
     @property
     def training_spec(self) -> TrainingSpec:
@@ -77,9 +74,9 @@ class CodesWeight(TrainingWeight, AffineQuantizedTensor):
     def floats(self) -> Tensor:
         return self.dequantize()
 
-    def convert(self) -> AffineQuantizedTensor:
+    def convert(self) -> QuantizedTensor:
         """The same codes, frozen."""
-        return AffineQuantizedTensor(self.inner_tensors, _frozen(self.scheme))
+        return self.frozen(self.inner_tensors, _frozen(self.scheme))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -101,6 +98,26 @@ class CodesWeight(TrainingWeight, AffineQuantizedTensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         vars(self)["_rank"] = mesh.get_local_rank()
         return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+
+class CodesWeight(WeightInCodes, AffineQuantizedTensor):
+    """A weight of affine codes that trains."""
+
+    frozen = AffineQuantizedTensor
+
+
+class TableCodesWeight(WeightInCodes, LUTQuantizedTensor):
+    """A weight of indices into one look-up table that trains."""
+
+    frozen = LUTQuantizedTensor
+
+
+def in_training(frozen: QuantizedTensor, **rounding: Any) -> WeightInCodes:
+    """A weight for inference as one that trains; `rounding` of updates, if its spec does not say it."""
+    kind = CodesWeight if isinstance(frozen, AffineQuantizedTensor) else TableCodesWeight
+    spec = frozen.scheme.spec
+    spec = replace(spec, weight=replace(spec.weight, **rounding))
+    return kind(frozen.inner_tensors, replace(frozen.scheme, spec=spec))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -139,19 +156,20 @@ def _update(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         of_one = [[arg[i]] if isinstance(arg, list | tuple) and len(arg) == count else arg for arg in args]
         named = {k: [v[i]] if isinstance(v, list | tuple) and len(v) == count else v for k, v in kwargs.items()}
         weights = written_by(func, of_one, named)
-        if any(isinstance(tensor, CodesWeight) for tensor in tree_iter(weights)):
+        if any(isinstance(tensor, WeightInCodes) for tensor in tree_iter(weights)):
             _update_one(func, of_one, named, weights)
         else:
             func(*of_one, **named)
 
 
 def _update_one(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
-    weights = [tensor for tensor in tree_iter(written) if isinstance(tensor, CodesWeight)]
+    weights = [tensor for tensor in tree_iter(written) if isinstance(tensor, WeightInCodes)]
     if func is aten.copy_.default:
         _store(args[0], args[1])
         return
-    if func in SCALINGS and (factor := _positive_scalar(args[1])) is not None and weights[0].scales()[1] is None:
-        weights[0].scales()[0].mul_(factor)
+    exact = func in SCALINGS and weights[0].scale.dtype is torch.float32 and weights[0].scales()[1] is None
+    if exact and (factor := _positive_scalar(args[1])) is not None:
+        weights[0].scale.mul_(factor)
         ops.count_write(weights[0])
         return
     base = weights[0]._base
@@ -161,21 +179,25 @@ def _update_one(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
             f"{func} on a part of a weight in {weights[0].scheme.weight.dtype}, which has scales for its rows; this "
             "optimizer cannot update such a weight: torch.optim's SGD, Adam and AdamW can, which update it as a whole"
         )
-    floats: dict[int, Tensor] = {}
+    plain: dict[int, Tensor] = {}
 
-    def values_of(weight: CodesWeight) -> Tensor:
-        dtype = weight.scheme.dtype if func in FUSED else torch.float32
-        return floats.setdefault(id(weight), weight.dequantize(dtype))
+    def values_of(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, WeightInCodes):
+            return plain.setdefault(id(tensor), tensor.float()) if func in FUSED else tensor
+        return plain.setdefault(id(tensor), tensor.dequantize(torch.float32))
 
-    plain_args, plain_kwargs = tree_map_only(CodesWeight, values_of, (args, kwargs))
+    plain_args, plain_kwargs = tree_map_only(Tensor, values_of, (args, kwargs))
     try:
         func(*plain_args, **plain_kwargs)
     except NotImplementedError as error:
         raise NotImplementedError(
             f"an optimizer that updates by {func} cannot update a weight in {weights[0].scheme.weight.dtype}: {error}"
         ) from error
-    for weight in weights:
-        _store(weight, floats[id(weight)])
+    for tensor in tree_iter(written):
+        if isinstance(tensor, WeightInCodes):
+            _store(tensor, plain[id(tensor)])
+        elif isinstance(tensor, Tensor) and plain.get(id(tensor), tensor) is not tensor:
+            tensor.copy_(plain[id(tensor)])
 
 
 def _positive_scalar(value: Any) -> float | Tensor | None:
@@ -185,26 +207,28 @@ def _positive_scalar(value: Any) -> float | Tensor | None:
 
 
 @torch.no_grad()
-def _store(weight: CodesWeight, source: Tensor) -> None:
+def _store(weight: WeightInCodes, source: Tensor) -> None:
     """Quantize `source` into `weight`, rounding as its spec says; codes of the same spec are copied."""
     if tuple(source.shape) != weight.scheme.shape:
         raise ValueError(f"copy_: the target has shape {weight.scheme.shape}, the source {tuple(source.shape)}")
     ops.check_copy(weight, source)
-    scheme = weight.scheme
-    given: Any = source.scheme if isinstance(source, AffineQuantizedTensor) else None
-    if given is not None and ops.same_numbers(given.weight, scheme.weight) and given.layout == scheme.layout:
-        new: Any = source
-    else:
+    if weight._copied_parts:
+        ops.check_owns_its_scales(weight, source)
+    scheme, spec, given = weight.scheme, weight.scheme.weight, getattr(source, "scheme", None)
+    new: Any = source
+    if not (isinstance(given, Scheme) and ops.same_numbers(given.weight, spec) and given.layout == scheme.layout):
         values = (source.dequantize() if isinstance(source, QuantizedTensor) else source).to(weight.device)
-        spec: QuantSpec = replace(scheme.weight, scale_dtype=weight.scales()[0].dtype)
-        scale, zero_point = spec.choose_qparams(values)
-        new = weight.with_plain((spec.quantize(values, scale, zero_point, _noise(weight)), scale, zero_point))
+        tensors, zero_point = covering_qparams(spec, values, weight.scale.dtype)
+        scale = double_quant.dequantize_scale(tensors, spec.scale_spec)
+        other = zero_point if weight.per_block == "zero_point" else weight.table  # type: ignore[attr-defined]
+        codes = spec.quantize(values, scale, other, _noise(weight))
+        new = weight._from_codes(codes, {**tensors, weight.per_block: other}, scheme.spec, scheme.dtype)
     for name, inner in weight.inner_tensors.items():
         inner.copy_(getattr(new, name))
     ops.count_write(weight)
 
 
-def _noise(weight: CodesWeight) -> torch.Generator | None:
+def _noise(weight: WeightInCodes) -> torch.Generator | None:
     """The source of randomness: torch's default generator, so that `torch.manual_seed` reproduces a run, or that of
     `share_rounding`; for a shard of FSDP one that starts there too, but differs from rank to rank."""
     rank, shared = weight._rank, weight._shared_rounding
@@ -229,5 +253,5 @@ def share_rounding(model: nn.Module, seed: int, step: int = 0) -> None:
     check_model("share_rounding", model)
     for number, parameter in enumerate(model.parameters()):
         weight = getattr(parameter, "_local_tensor", parameter)
-        if isinstance(weight, CodesWeight):
+        if isinstance(weight, WeightInCodes):
             vars(weight)["_shared_rounding"] = SharedRounding(seed, number, step)
