@@ -100,19 +100,20 @@ template <int R, int M, int DIGITS, bool TABLE, bool LANE_GROUPS, int PER>
 void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahead scales_ahead, const FixedInput& in,
                  float* result) {
     constexpr int COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128;
-    int64_t groups = w.groups, run = in.run, columns = 8 * run;
-    const uint8_t* quarter = rows.codes;
+    // Both are the same for whole vectors, but GCC then keeps half as many numbers on the stack.
+    int64_t groups = w.groups, run = LANE_GROUPS ? in.run : w.k / 8, columns = LANE_GROUPS ? 8 * run : w.k;
     const Bytes mask = Bytes{} + (uint8_t)15;
     Floats total[R][M] = {};
-    for (int64_t start = 0; start < columns; start += 2 * run, quarter += w.k / 8) {
+    for (int64_t start = 0; start < columns; start += 2 * run) {
         GroupEdge first(start, w.group), second(start + run, w.group);
         for (int64_t k = 0; k < run; k += COLUMNS) {
-            const uint8_t* codes = quarter + k;
+            const uint8_t* codes = rows.codes + (LANE_GROUPS ? start / (2 * run) * (w.k / 8) : start / 2) + k;
             // The low halves of bytes, then the high ones.
             UNROLL for (int half = 0; half < 2; half++) {
                 asm("" : "+r"(codes));  // they are read again: keeping them would take registers
+                const float* scale = rows.scale + (half ? second : first).group;
                 int64_t column = start + half * run + k;
-                const float* scale = rows.scale + (LANE_GROUPS ? in.group[column / WIDTH] : (half ? second : first).group);
+                if (LANE_GROUPS) scale = rows.scale + in.group[column / WIDTH];
                 UNROLL for (int m = 0; m < M; m++) {
                     Bytes x[DIGITS][PER];
                     Ints shift = {};
@@ -133,8 +134,9 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                         }
                         Floats sum = to_floats(times_fixed(c, x, shift));
                         const float* own = scale + r * groups;
-                        Floats factor = LANE_GROUPS ? permute(load<Floats>(own), load<Ints>(in.lanes + column / 4)) : broadcast(*own);
-                        total[r][m] = fma(sum, factor, total[r][m]);
+                        if constexpr (LANE_GROUPS)
+                            total[r][m] = fma(sum, permute(load<Floats>(own), load<Ints>(in.lanes + column / 4)), total[r][m]);
+                        else total[r][m] = fma(sum, broadcast(*own), total[r][m]);
                     }
                 }
             }
