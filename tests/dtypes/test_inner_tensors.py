@@ -15,6 +15,7 @@ from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import TrainingWeight, bitnet_training, int8_mixed_precision_training, qat, switchback_training
 from qtorch.training.engine.operand import quantize_operand
 from qtorch.training.weights.base import TrainingScheme
+from qtorch.training.weights.codes import WeightInCodes
 from qtorch.training.weights.gathered import GatheredWeight
 from tests.attack import battery, pickles
 from tests.every_recipe import NAMES, make
@@ -115,7 +116,7 @@ def test_sizes_and_classes() -> None:
     for args in wrong:
         with pytest.raises((ValueError, RuntimeError), match="shape"):
             mm(x, args[0], args[1], args[2], None, *about, args[3])
-    bases = {QuantizedTensor, MatrixWeight, TrainingWeight}
+    bases = {QuantizedTensor, MatrixWeight, TrainingWeight, WeightInCodes}
     # Other tests register classes of their own.
     known = {kind for kind in copying._TYPES.values() if kind.__module__.startswith("qtorch.")}
     assert {type(weight) for weight in OF_CLASSES.values()} == known - bases
