@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...dtypes import QuantizedTensor, linear
+from ...dtypes import AffineQuantizedTensor, LUTQuantizedTensor, QuantizedTensor, linear
 from ...kernels.ops import block_mm, int8_grouped_mm
 from ...primitives import QuantSpec, Rounding, affine, double_quant, granularity, tracing
 from ...primitives.rotated_spec import rotate_blocks, sylvester
@@ -28,6 +28,9 @@ from .operand import STATELESS, ContractionState, Operand, as_long_as, multiply,
 
 FEW_TOKENS = 256
 """Tokens below which the rounding of an INT8 gradient is not averaged out: its noise falls as their square root."""
+
+IN_CODES: tuple[Any, ...] = (AffineQuantizedTensor, LUTQuantizedTensor)
+"""Classes of weights without a copy in floating point: those that train convert to the codes that they have."""
 
 _given: set[str] = set()
 
@@ -54,8 +57,8 @@ def contraction(x: Tensor, w: Tensor, spec: TrainingSpec, state: ContractionStat
         return tracing.run_whole(contraction, x, w, spec, state)
     if torch.is_grad_enabled() and (x.requires_grad or linear.requires_grad(w)):
         return _Contraction.apply(x, w, spec, state)
-    if hasattr(w, "frozen"):  # in codes: multiplied as in inference
-        return linear.multiply(x, w.convert())  # type: ignore[attr-defined]
+    if isinstance(w, IN_CODES):  # in codes: multiplied as in inference
+        return linear.multiply(x, w.convert())
     return product(x, _values(w), "output", spec.output, state, x.dtype)
 
 
@@ -78,7 +81,7 @@ class _Contraction(torch.autograd.Function):
         # Inner tensors are saved, not the parameter, which its module could not exchange then (`model.to`).
         saved_x, saved_w = Operand(x, x.shape[0]), Operand(w, about.shape[0])
         whole = tracing.is_compiling()
-        if hasattr(w, "frozen"):
+        if isinstance(w, IN_CODES):
             y = linear.multiply(x, w.convert())
             if spec.grad_weight.reuse_forward:
                 saved_x = quantize_operand(x, spec.output.lhs, tokens=True).in_blocks()
@@ -134,8 +137,8 @@ def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, dtype: torc
     state: ContractionState = ctx.state
     if not gemm.reuse_forward and other.spec is None:
         return product(g, _floats(other.values).t(), name, gemm, state, dtype)
-    if hasattr(other.values, "frozen"):
-        return linear.multiply(g, other.values.convert().with_activation(None).t()).to(dtype)  # type: ignore[attr-defined]
+    if isinstance(other.values, IN_CODES):
+        return linear.multiply(g, other.values.convert().with_activation(None).t()).to(dtype)
     if not ctx.active:
         observed(g, f"{name}.lhs", gemm.lhs, state)
         return torch.mm(g.to(dtype), _floats(other.values).to(dtype))

@@ -19,7 +19,7 @@ from ...primitives.jsonable import HashedOnce, jsonable
 from ...primitives.layouts import LAYOUTS
 from ...primitives.spec import constant_shape
 from ..engine import gemm_spec, operand
-from ..engine.contraction import contraction
+from ..engine.contraction import IN_CODES, contraction
 
 
 @jsonable
@@ -99,7 +99,7 @@ class TrainingWeight(QuantizedTensor):
         """Rows of the weight as the forward quantizes it: the table may be tied to a linear layer."""
         rows = floats_of(self)
         spec = self.training_spec.output.rhs
-        if spec is not None and not hasattr(self, "frozen"):
+        if spec is not None and not isinstance(self, IN_CODES):
             rows = spec.to_nearest().fake_quantize(rows)
         return torch.nn.functional.embedding(ids, rows, **options).to(self.dtype)
 

@@ -20,9 +20,11 @@ namespace {
 constexpr int64_t FIXED_MAX_ROWS = 2;
 constexpr int FIXED_WIDTH = 4;  // rows of the weight that are multiplied together
 
-// Bytes have one code of each of two runs, K / 8 columns apart. Whether whole vectors of each run belong to one group; else
-// each lane does, which is four columns.
-inline bool has_whole_vectors(const Weight& w) { return w.group % WIDTH == 0 && w.k % (8 * WIDTH) == 0; }
+// Bytes have one code of each of two runs, K / 8 columns apart. Whether so many whole vectors of each run belong to one group;
+// else each lane does, which is four columns.
+inline bool has_whole_vectors(const Weight& w, int64_t count = 1) {
+    return w.group % (count * WIDTH) == 0 && w.k % (8 * count * WIDTH) == 0;
+}
 
 inline bool fits_fixed_dot(const Weight& w, int64_t rows) {
     // Integers in longer groups are as fast in slices.
@@ -150,8 +152,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
 template <int M, int DIGITS, bool TABLE>
 void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t threads) {
     constexpr int R = FIXED_WIDTH;
-    auto whole = [&](int64_t vectors) { return w.group % (vectors * WIDTH) == 0 && w.k % (8 * vectors * WIDTH) == 0; };
-    int64_t per = in.is_small && whole(4) ? 4 : whole(2) ? 2 : 1;  // vectors at a time
+    int64_t per = in.is_small && has_whole_vectors(w, 4) ? 4 : has_whole_vectors(w, 2) ? 2 : 1;  // vectors at a time
     auto block = in.group   ? fixed_block<R, M, DIGITS, TABLE, true, 1>
                  : per == 4 ? fixed_block<R, M, DIGITS, TABLE, false, 4>
                  : per == 2 ? fixed_block<R, M, DIGITS, TABLE, false, 2>
