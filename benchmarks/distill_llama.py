@@ -1,8 +1,9 @@
 """Distillation of a small Llama: what a quantized model gains from its float model as a teacher, at equal steps.
 
 A Llama is trained on the source of Python's standard library, read as bytes, in floating point. From there it is
-trained for what will be served, by `qat` on the labels, and by `qat` with the float model as teacher. On the validation
-text: the divergence from the float model, in nats a byte, and the perplexity, of the converted model.
+trained for what will be served, by `qat` on the labels, and by `qat` with the float model as teacher: its logits, or
+the 16 most likely tokens of 256, hidden states, and labels beside it. On the validation text: the divergence from the
+float model, in nats a byte, and the perplexity, of the converted model.
 
     python -m benchmarks.distill_llama [--size 1M] [--seeds 3] [--steps 800] [--more 200] [--save]
 """
@@ -12,19 +13,21 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import qtorch
 from benchmarks.common import save
 from benchmarks.pretrain_llama import SIZES, Text, make_model, read_text
-from qtorch.recipes.base import Recipe, WeightRecipe
+from qtorch.recipes.base import WeightRecipe
 from qtorch.training import (
     Distillation,
     Teacher,
+    TopLogits,
     convert,
     distill,
     distillation_loss,
@@ -42,20 +45,52 @@ SIZE = (64, 192, 2, 2)
 """Of `pretrain_llama.SIZES`; blocks of 32 divide all of them."""
 
 
-def methods(serves: WeightRecipe) -> dict[str, tuple[Recipe, Distillation | None]]:
-    """How a model is trained, by name; without a teacher, on the labels."""
-    return {
-        "qat": (qat(serves), None),
-        "qat, teacher": (qat(serves), Distillation()),
-        "qat, teacher and hidden states": (qat(serves), Distillation(hidden=1.0)),
-    }
+@dataclass(frozen=True)
+class Method:
+    """How a model is trained: by a teacher, or by its `most` likely tokens, and the loss of labels times `labels`."""
+
+    distillation: Distillation | None = None
+    labels: float = 0.0
+    most: int | None = None
+
+
+METHODS = {
+    "qat": Method(labels=1.0),
+    "qat, teacher": Method(Distillation()),
+    "qat, teacher and labels": Method(Distillation(), labels=1.0),
+    "qat, teacher and hidden states": Method(Distillation(hidden=1.0)),
+    "qat, 16 tokens of the teacher": Method(Distillation(), most=16),
+    "qat, 16 tokens of the teacher and labels": Method(Distillation(), labels=1.0, most=16),
+}
 
 
 def is_quantized(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and "head" not in name
 
 
-def train(model: nn.Module, text: Text, options: Any, first: int, steps: int, lr: float, **teaching: Any) -> None:
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, method: Method, teacher: Teacher | None) -> Tensor:
+    loss, logits = torch.zeros(()), None
+    if method.distillation is not None:
+        assert teacher is not None
+        learns_from = TopLogits.of(teacher(inputs)[0].logits, method.most) if method.most else teacher
+        loss, output = distill(model, learns_from, method.distillation, input_ids=inputs)
+        logits = output.logits
+    if method.labels:
+        logits = model(inputs).logits if logits is None else logits
+        loss = loss + method.labels * functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return loss
+
+
+def train(
+    model: nn.Module,
+    text: Text,
+    options: Any,
+    first: int,
+    steps: int,
+    lr: float,
+    method: Method = METHODS["qat"],
+    teacher: Teacher | None = None,
+) -> None:
     """By AdamW with a warm-up and a cosine to a tenth."""
     model.train()
     optimizer = torch.optim.AdamW(parameter_groups(model, lr), betas=(0.9, 0.95))
@@ -64,10 +99,7 @@ def train(model: nn.Module, text: Text, options: Any, first: int, steps: int, lr
         for group in optimizer.param_groups:
             group["lr"] = rate
         inputs, targets = text.batch(options.seed, first + step, options.rows, options.length)
-        if teaching:
-            loss, _ = distill(model, teaching["teacher"], teaching["distillation"], input_ids=inputs)
-        else:
-            loss = functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss = loss_of(model, inputs, targets, method, teacher)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -98,14 +130,13 @@ def learn(text: Text, options: Any) -> dict[str, tuple[float, float]]:
         served = copy.deepcopy(start)
         qtorch.quantize_(served, serves, is_quantized)
         found[f"{name}: quantized"] = measure(served, teacher, text, options)
-        for method, (recipe, distillation) in methods(serves).items():
+        for title, method in METHODS.items():
             model = copy.deepcopy(start)
-            qtorch.quantize_(model, recipe, is_quantized)
-            teaching = {"teacher": teacher, "distillation": distillation} if distillation else {}
-            train(model, text, options, options.steps, options.more, options.more_lr, **teaching)
+            qtorch.quantize_(model, qat(serves), is_quantized)
+            train(model, text, options, options.steps, options.more, options.more_lr, method, teacher)
             qtorch.quantize_(model, convert())
-            found[f"{name}: {method}"] = measure(model, teacher, text, options)
-            print(options.seed, f"{name}: {method}", *found[f"{name}: {method}"], flush=True)
+            found[f"{name}: {title}"] = measure(model, teacher, text, options)
+            print(options.seed, f"{name}: {title}", *found[f"{name}: {title}"], flush=True)
     return found
 
 

@@ -57,7 +57,7 @@ from qtorch.training import (
     mxfp4_training,
     mxfp8_training,
     nvfp4_training,
-    precompute_bitnet_scale_for_fsdp,
+    precompute_scales_for_fsdp,
     switchback_training,
     weight_only_quantized_training,
 )
@@ -319,7 +319,7 @@ class Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            precompute_bitnet_scale_for_fsdp(self.model)
+            precompute_scales_for_fsdp(self.model)
             self.step, since, total = self.step + 1, since + 1, total + self.ranks.mean(loss.item())
             if self.step % options.log_every and self.step != options.steps:
                 continue

@@ -31,7 +31,6 @@ from .recipes.base import Convert as convert
 from .recipes.base import MixedPrecisionTraining as mixed_precision_training
 from .recipes.bitnet import BinaryTraining as binary_training
 from .recipes.bitnet import BitnetTraining as bitnet_training
-from .recipes.bitnet import precompute_bitnet_scale_for_fsdp
 from .recipes.floats import Mxfp4Training as mxfp4_training
 from .recipes.floats import Nvfp4Training as nvfp4_training
 from .recipes.floats import Float8Training as float8_training
@@ -48,7 +47,7 @@ from .recipes.scheduled import ScheduledTraining as scheduled_training
 from .rollouts import batch_invariant, sync_codes
 from .weights.base import TrainingWeight
 from .weights.codes import CodesWeight, share_rounding
-from .weights.master import MasterWeight
+from .weights.master import MasterWeight, precompute_scales_for_fsdp
 
 __all__ = [
     "Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "CPUOffloadOptimizer", "CallSite",
@@ -60,7 +59,7 @@ __all__ = [
     "inject", "int4_training", "int4_weight_only_quantized_training", "int8_mixed_precision_training",
     "int8_tilewise_training", "int8_weight_only_quantized_training", "integer", "lora_qat", "lsq",
     "mixed_precision_training", "mxfp4_training", "mxfp8_training", "nvfp4_training", "pact", "parameter_groups",
-    "precompute_bitnet_scale_for_fsdp", "qat", "quantized_conv1d", "quantized_conv2d", "quantized_conv3d",
+    "precompute_scales_for_fsdp", "qat", "quantized_conv1d", "quantized_conv2d", "quantized_conv3d",
     "quantized_conv_transpose1d", "quantized_conv_transpose2d", "quantized_conv_transpose3d", "quantized_einsum",
     "quantized_grouped_mm", "quantized_matmul", "scheduled_qat", "scheduled_training", "share_rounding",
     "switchback_training", "sync_codes", "weight_only_quantized_training",

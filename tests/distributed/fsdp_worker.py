@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from qtorch.primitives import qdtype
 from qtorch.training import MasterWeight, convert
 from tests import every_recipe
 from tests.attack import training_recipes
-from tests.distributed.processes import worker
+from tests.distributed.processes import counted_reduces, worker
 from tests.movement import across, kinds
 from tests.training.small_model import muon
 
@@ -195,10 +196,7 @@ def check_codes_of_masters() -> None:
             torch.manual_seed(0)
             whole = nn.Sequential(nn.Linear(64, rows), nn.GELU(), nn.Linear(rows, 64))
             quantize_(whole, {"0": recipe})
-            model = copy.deepcopy(whole)
-            for layer in (model[0], model[2]):
-                fully_shard(layer)
-            fully_shard(model)
+            model = shard(copy.deepcopy(whole))
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, whole)]
             for step in range(3):
                 x = torch.randn(300, 64, generator=torch.Generator().manual_seed(step))
@@ -222,6 +220,48 @@ def check_codes_of_masters() -> None:
             assert len(sent) == 6
 
 
+AT_ONCE = {
+    "0": training.switchback_training(),
+    "2": training.float8_training("tensorwise"),
+    "4": training.bitnet_training(),
+    "6": training.mixed_precision_training(training.fully_quantized(granularity=qtorch.PerTensor())),
+}
+
+
+def check_scales_at_once() -> None:
+    """Scales of whole tensors computed ahead are those of each gather; they are not used once a weight has changed."""
+    for rows in (128, 97, 1):  # shards that are even, uneven, empty
+        torch.manual_seed(0)
+        widths = [64, rows, 64, rows, 64]
+        layers = [nn.Linear(*pair) for pair in itertools.pairwise(widths)]
+        model = nn.Sequential(*[module for layer in layers for module in (layer, nn.GELU())])
+        quantize_(model, AT_ONCE)
+        models = [shard(copy.deepcopy(model)) for _ in range(2)]
+        ahead, wanted = models
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in models]
+        for step in range(4):
+            if step == 2:
+                with torch.no_grad():
+                    for m in models:
+                        m[0].weight.mul_(3)
+            x = torch.randn(300, 64, generator=torch.Generator().manual_seed(step))
+            outputs, counts = [], []
+            for m, optimizer in zip(models, optimizers, strict=True):
+                with counted_reduces() as reduces:
+                    outputs.append(m(x))
+                    outputs[-1].square().mean().backward()
+                counts.append(len(reduces))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.equal(*outputs), (rows, step)
+            assert counts == [8 if step == 0 else 2 if step == 2 else 0, 8], (rows, step)
+            with counted_reduces() as reduces:
+                training.precompute_scales_for_fsdp(ahead)
+            assert len(reduces) == 2, "ranges, and the mean of BitNet"
+        both = zip(ahead.parameters(), wanted.parameters(), strict=True)
+        assert all(torch.equal(one.full_tensor(), other.full_tensor()) for one, other in both)
+
+
 def check_muon() -> None:
     """The update of a shard is a part of that of the whole matrix, also where shards are uneven."""
     torch.manual_seed(0)
@@ -238,8 +278,8 @@ def check_muon() -> None:
 
 
 CHECKS = [
-    check_muon, check_codes_of_masters, check_recipes_of_training, check_empty_shards, check_what_is_sent,
-    check_other_forms, check_loading, check_gradients,
+    check_muon, check_codes_of_masters, check_scales_at_once, check_recipes_of_training, check_empty_shards,
+    check_what_is_sent, check_other_forms, check_loading, check_gradients,
 ]  # fmt: skip
 
 

@@ -1,12 +1,14 @@
 """Two gloo processes for a test: `run` starts a worker in both, `worker` is its main function."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,3 +55,20 @@ def worker(main: Callable[..., None]) -> None:
     dist.destroy_process_group()
     # Threads of gloo may outlive it, and abort a process that tears itself down.
     os._exit(0)
+
+
+@contextlib.contextmanager
+def counted_reduces() -> Iterator[list[int]]:
+    """Its length is the number of calls of `all_reduce`."""
+    calls: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = all_reduce

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import qtorch
 from qtorch import compute_error, int8_dynamic_activation_int4_weight, quantize_, training
 from qtorch.training import calibrate, convert, lsq, qat
 from qtorch.training.weights.codes import WeightInCodes
-from tests.distributed.processes import worker
+from tests.distributed.processes import counted_reduces, worker
 
 W8A8 = qtorch.int8_static_activation_int8_weight(0.03)
 LEARNED: dict[str, qtorch.recipes.base.Recipe] = {
@@ -62,23 +61,6 @@ def distributed(model: nn.Sequential, kind: str) -> Any:
     return fully_shard(model)
 
 
-@contextlib.contextmanager
-def counted_reduces() -> Iterator[list[int]]:
-    """Its length is the number of calls of `all_reduce`."""
-    calls: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
-        yield calls
-    finally:
-        dist.all_reduce = all_reduce
-
-
 def total(loss: Tensor) -> float:
     """The mean over both ranks."""
     both = loss.detach().clone()
@@ -119,7 +101,7 @@ def train_both(kind: str, name: str) -> None:
         losses.append((total(loss), one.item()))
         if kind == "fsdp" and name == "bitnet_precomputed":
             with counted_reduces() as reduces:
-                training.precompute_bitnet_scale_for_fsdp(model)
+                training.precompute_scales_for_fsdp(model)
             assert len(reduces) == 1, "one all-reduce for all weights"
     assert losses[-1][0] < 0.5 * losses[0][0], (name, losses)
     assert all(abs(a - b) < 0.05 * losses[0][1] for a, b in losses), (name, losses)

@@ -26,7 +26,6 @@ from ...primitives import (
     MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, PerToken, ZeroPointDomain, choose_qparams_affine,
     choose_qparams_affine_with_min_max, compute_error, dequantize_affine, fake_quantize_affine, quantize_affine,
 )  # fmt: skip
-from ...training import precompute_bitnet_scale_for_fsdp
 from .configs import *
 from .functions import *
 from .observers import *

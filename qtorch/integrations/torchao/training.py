@@ -16,6 +16,7 @@ __all__ = [
     "BitNetTrainingConfig", "FakeQuantizeConfig", "Float8FakeQuantizeConfig", "Int4WeightFakeQuantizeConfig",
     "Int8MixedPrecisionTrainingConfig", "Int8WeightOnlyQuantizedTrainingConfig", "IntxFakeQuantizeConfig", "QATConfig",
     "bitnet_training", "int8_mixed_precision_training", "int8_weight_only_quantized_training",
+    "precompute_bitnet_scale_for_fsdp", "precompute_float8_dynamic_scale_for_fsdp",
 ]  # fmt: skip
 
 
@@ -36,6 +37,7 @@ Int8WeightOnlyQuantizedTrainingConfig = int8_weight_only_quantized_training = (
     training.int8_weight_only_quantized_training
 )
 BitNetTrainingConfig = bitnet_training = training.bitnet_training
+precompute_bitnet_scale_for_fsdp = precompute_float8_dynamic_scale_for_fsdp = training.precompute_scales_for_fsdp
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...kernels.registry import scale_per_row
-from ...model.install import check_model
 from ...model.weight_kinds import WeightKind
 from ...primitives import AbsMeanRule, FixedRangeRule, PerTensor, QuantSpec, Scheme, ZeroPointDomain, qdtype
 from ...primitives.layouts import pack_codes
@@ -50,16 +49,18 @@ class BitnetTraining(TrainingRecipe):
 
 class BitnetWeight(MasterWeight):
     """A `MasterWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits. The scale is the mean over
-    all shards: one all-reduce each time a weight is gathered, or one a step for all weights by
-    `precompute_bitnet_scale_for_fsdp`."""
+    all shards."""
 
-    _precomputed: tuple[int, Tensor] | None = None
+    @classmethod
+    def scales_of_whole(cls, parameters: list[Any], mesh: Any) -> list[tuple[Any, Tensor]]:
+        means = _global_mean([p._local_tensor.master for p in parameters], [p.numel() for p in parameters], mesh)
+        return list(zip(parameters, means, strict=True))
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
     ) -> tuple[tuple[Tensor, ...], Any]:
-        version, scale = self._precomputed or (None, self.master)
-        if version != self.master._version:  # an optimizer step has passed since, or no scale was computed ahead
+        scale = self.precomputed_scale()
+        if scale is None:
             scale = _global_mean([self.master], [outer_size.numel()], mesh)[0]
         dtype = (None if mp_policy is None else mp_policy.param_dtype) or self.master.dtype
         codes = TERNARY.quantize(self.master, scale.reshape(1, 1), None)
@@ -87,23 +88,6 @@ class BitnetWeight(MasterWeight):
             return None
         scales = scale_per_row(scale.reshape(1, 1), scheme.shape[0]).contiguous()
         return CodesWeight({"qdata": qdata, "scale": scales}, scheme), (qdata,)
-
-
-@torch.no_grad()
-def precompute_bitnet_scale_for_fsdp(module: nn.Module) -> None:
-    """After each optimizer step: the scales of all BitNet weights of a model sharded by FSDP2, in a single all-reduce.
-
-    Without this call each weight takes an all-reduce when it is gathered. Weights that are not sharded are left alone.
-    """
-    check_model("precompute_bitnet_scale_for_fsdp", module)
-    sharded = [p for p in module.parameters() if isinstance(getattr(p, "_local_tensor", None), BitnetWeight)]
-    if not sharded:
-        return
-    shards: list[BitnetWeight] = [p._local_tensor for p in sharded]  # type: ignore[attr-defined]
-    mesh = sharded[0].device_mesh  # type: ignore[attr-defined]
-    means = _global_mean([shard.master for shard in shards], [p.numel() for p in sharded], mesh)
-    for shard, mean in zip(shards, means, strict=True):
-        vars(shard)["_precomputed"] = (shard.master._version, mean)
 
 
 def _global_mean(shards: list[Tensor], counts: list[int], mesh: Any) -> Tensor:

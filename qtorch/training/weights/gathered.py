@@ -1,11 +1,13 @@
 """GatheredWeight: a weight that FSDP2 has gathered from its shards as codes and scales, a quarter of fp32's bytes.
 
 Each process quantizes the rows that it has, before it sends them. Scales of rows or of blocks of rows are those of the
-whole weight then, and one scale for the tensor follows from an all-reduce of two numbers. So codes are those of one
-process, and so are the products of the engine. It serves recipes whose products all multiply by one quantized weight:
-a backward that quantizes the weight along its other axis needs the floats.
+whole weight then, and one scale for the tensor follows from an all-reduce of two numbers, for each gather or, by
+`precompute_scales_for_fsdp`, for all weights at once. So codes are those of one process, and so are the products of the
+engine. It serves recipes whose products all multiply by one quantized weight: a backward that quantizes the weight
+along its other axis needs the floats.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +59,12 @@ def one_weight(spec: gemm_spec.TrainingSpec) -> QuantSpec | None:
     return weight if (backward.reuse_forward or same) and joins and weight.rounding is Rounding.NEAREST_EVEN else None
 
 
+def one_scale(training: gemm_spec.TrainingSpec | Any) -> QuantSpec | None:
+    """`one_weight`, if it has one scale for the tensor."""
+    spec = one_weight(training) if isinstance(training, gemm_spec.TrainingSpec) else None
+    return spec if spec is not None and spec.granularity.pattern(2) == (-1, -1) else None
+
+
 class SentCodes(NamedTuple):
     """What a shard sends, and what the weight is made of after the gather: `tensors` are its codes and its scale."""
 
@@ -83,11 +91,11 @@ class SentCodes(NamedTuple):
 
 
 def codes_to_send(
-    master: Tensor, training: Any, dtype: torch.dtype, mesh: Any, size: torch.Size, module: Any
+    master: Tensor, training: Any, dtype: torch.dtype, mesh: Any, size: torch.Size, module: Any, scale: Tensor | None
 ) -> SentCodes | None:
     """The codes of the shard `master` of a weight of `size`, or None where it has to be sent as floats: of another
     recipe, of a layer that is no `nn.Linear` or is cut by tensor parallelism, in shards that cut blocks of rows, or in
-    uneven shards with scales of rows."""
+    uneven shards with scales of rows. `scale` is that of the whole tensor, where it is known already."""
     spec = one_weight(training) if isinstance(training, gemm_spec.TrainingSpec) else None
     if spec is None or not isinstance(module, nn.Linear) or "forward" in vars(module) or len(size) != 2:
         return None
@@ -98,8 +106,7 @@ def codes_to_send(
     if master.shape[0] < rows:  # zeros change no scale of the tensor
         master = torch.cat([master, master.new_zeros(rows - master.shape[0], size[1])])
     if block == -1:
-        extremes = split.joined_extremes(*spec.choose_range(master), mesh.get_group(mesh.ndim - 1))
-        scale = spec.choose_qparams_from_range(*extremes, master.dtype)[0]
+        scale = joined_scales([(spec, master)], mesh)[0] if scale is None else scale
         codes = spec.quantize(master, scale, None)
     else:
         made = operand.quantize_operand(master, spec)
@@ -107,3 +114,16 @@ def codes_to_send(
         codes, scale = made.values, made.scale
     # Of a single shard, torch 2.13 passes on one tensor.
     return SentCodes(TrainingScheme(training, tuple(size), dtype), (codes, scale), block == -1 or ranks == 1)
+
+
+def joined_scales(shards: Sequence[tuple[QuantSpec, Tensor]], mesh: Any) -> list[Tensor]:
+    """The scale of each of several weights that have one for the tensor, in one all-reduce over their shards."""
+    filled = [shard if shard.shape[0] else shard.new_zeros(1, shard.shape[1]) for _, shard in shards]
+    ranges = [spec.choose_range(shard) for (spec, _), shard in zip(shards, filled, strict=True)]
+    # With a mesh of two axes, replicas hold equal shards: the last axis has all of them.
+    lows, highs = (torch.stack(ends) for ends in zip(*ranges, strict=True))
+    low, high = split.joined_extremes(lows, highs, mesh.get_group(mesh.ndim - 1))
+    return [
+        spec.choose_qparams_from_range(low[i].to(own[0].dtype), high[i].to(own[0].dtype), shard.dtype)[0]
+        for i, ((spec, shard), own) in enumerate(zip(shards, ranges, strict=True))
+    ]

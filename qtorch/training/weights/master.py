@@ -14,18 +14,19 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...dtypes import AffineQuantizedTensor, base
 from ...kernels.registry import scale_per_row
+from ...model.install import check_model
 from ...primitives import LinearSpec, PerGroup, QuantSpec, Scheme, granularity, is_compiling
 from ...primitives.layouts import Form, Forms
 from ..engine import contraction, operand
 from ..engine.gemm_spec import TrainingSpec
 from ..engine.split import check_split
 from .base import TrainingScheme, TrainingWeight, of_codes, written_by
-from .gathered import SentCodes, codes_to_send
+from .gathered import SentCodes, codes_to_send, joined_scales, one_scale
 
 aten = torch.ops.aten
 
@@ -58,6 +59,7 @@ class MasterWeight(TrainingWeight):
     training_type: ClassVar[type] = TrainingSpec
     master: Tensor
     _updates: int = 0
+    _precomputed: tuple[int, Tensor] | None = None
 
     @classmethod
     def forms(cls, scheme: Any) -> Forms:
@@ -198,7 +200,8 @@ class MasterWeight(TrainingWeight):
     ) -> tuple[tuple[Tensor, ...], Any]:
         # Codes are made of all bits of the weight; where it has none, products take the rounded weight.
         dtype, spec = None if mp_policy is None else mp_policy.param_dtype, self._training
-        codes = codes_to_send(self.master, spec, dtype or self.dtype, mesh, outer_size, module)
+        scale = self.precomputed_scale()
+        codes = codes_to_send(self.master, spec, dtype or self.dtype, mesh, outer_size, module, scale)
         if codes is not None:
             return codes.sent, codes
         has_codes = not isinstance(spec, TrainingSpec) or spec.output.rhs is not None or spec.grad_input.rhs is not None
@@ -208,6 +211,18 @@ class MasterWeight(TrainingWeight):
             # All shards send the padded size; padding is zeros at the end of the last shards.
             master = torch.cat([master, master.new_zeros((missing, *master.shape[1:]))])
         return (master,), (self._training_of_whole(), outer_size[0] if of_rows else None, dtype)
+
+    def precomputed_scale(self) -> Tensor | None:
+        """The scale of the whole weight that `precompute_scales_for_fsdp` has found, if this shard is as it was."""
+        version, scale = self._precomputed or (None, None)
+        return scale if version == self.master._version else None
+
+    @classmethod
+    def scales_of_whole(cls, parameters: list[Any], mesh: Any) -> list[tuple[Any, Tensor]]:
+        """The sharded `parameters` of this class that are gathered as codes with one scale, each with its scale."""
+        found = [(p, spec) for p in parameters if p.dim() == 2 and (spec := one_scale(p._local_tensor._training))]
+        scales = joined_scales([(spec, p._local_tensor.master) for p, spec in found], mesh) if found else []
+        return [(p, scale) for (p, _), scale in zip(found, scales, strict=True)]
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -222,6 +237,31 @@ class MasterWeight(TrainingWeight):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}({self._training}, shape={tuple(self.shape)}, dtype={self.dtype}{grad})"
+
+
+@torch.no_grad()
+def precompute_scales_for_fsdp(model: nn.Module) -> None:
+    """After each step of the optimizer: the scales of all weights of a model sharded by FSDP2 that are gathered as
+    codes with one scale for the tensor, in one all-reduce (and one for the means of BitNet, if there are any).
+
+    Without this call each weight takes an all-reduce when it is gathered, and so it does when it was changed after the
+    call, unless through `.data`. Other weights are left alone.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    check_model("precompute_scales_for_fsdp", model)
+    groups: dict[Any, list[Any]] = {}
+    for parameter in model.parameters():
+        shard: Any = getattr(parameter, "_local_tensor", None)
+        if isinstance(shard, MasterWeight):
+            *replicas, last = parameter.placements  # type: ignore[attr-defined]
+            if last.is_shard() and all(place.is_replicate() for place in replicas):  # cut by nothing else
+                groups.setdefault((type(shard), parameter.device_mesh), []).append(parameter)  # type: ignore[attr-defined]
+    for (kind, mesh), parameters in groups.items():
+        for parameter, scale in kind.scales_of_whole(parameters, mesh):
+            shard = parameter._local_tensor
+            vars(shard)["_precomputed"] = (shard.master._version, scale)
 
 
 def _with_quantized_scales(weight: Tensor, spec: QuantSpec, linear: LinearSpec) -> Tensor:
