@@ -34,7 +34,8 @@ from torch import Tensor, nn
 import qtorch
 from benchmarks.common import RESULTS
 from benchmarks.ranks import Ranks
-from qtorch import PerBlock, float8_weight_only, nvfp4_weight_only
+from qtorch import PerBlock, PerGroup, QuantSpec, float8_weight_only, nvfp4_weight_only
+from qtorch.primitives import MappingType, Rounding, ZeroPointDomain, qdtype
 from qtorch.recipes.base import Recipe
 from qtorch.training import (
     AdamW4bit,
@@ -58,11 +59,27 @@ from qtorch.training import (
     mxfp8_training,
     nvfp4_training,
     precompute_scales_for_fsdp,
+    save_in_codes,
     switchback_training,
     weight_only_quantized_training,
 )
 
 OUTPUT = RESULTS / "pretrain_llama"
+
+SAVED: dict[str, contextlib.AbstractContextManager[Any]] = {
+    "floats": contextlib.nullcontext(),
+    "int8": save_in_codes(),
+    "int4": save_in_codes(
+        QuantSpec(
+            qdtype("uint4"),
+            PerGroup(32),
+            mapping=MappingType.ASYMMETRIC,
+            zero_point_domain=ZeroPointDomain.OFFSET,
+            rounding=Rounding.STOCHASTIC,
+        )
+    ),
+}
+"""What is kept of activations for the backward."""
 
 SIZES = {  # hidden size, intermediate size, layers, heads
     "100k": (64, 176, 2, 2),
@@ -244,6 +261,8 @@ class Run:
             name = options.optimizer if options.recipe == "float" else f"{name}_{options.optimizer}"
         if not options.name and options.seed:
             name += f"_seed{options.seed}"
+        if not options.name and options.saved != "floats":
+            name += f"_saved_{options.saved}"
         output = Path(options.output)
         output.mkdir(parents=True, exist_ok=True)
         self.csv = output / f"{name}.csv"
@@ -273,7 +292,7 @@ class Run:
         device = self.options.device
         inputs, targets = self.ranks.part(inputs), self.ranks.part(targets)
         autocast = torch.autocast(device, torch.bfloat16) if self.options.autocast else contextlib.nullcontext()
-        with autocast:
+        with autocast, SAVED[self.options.saved]:
             logits = self.forward(input_ids=inputs.to(device)).logits
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.to(device).flatten())
 
@@ -425,6 +444,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--autocast", action="store_true", help="bf16 autocast")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--saved", choices=SAVED, default="floats", help="what the backward keeps of the activations")
     parser.add_argument(
         "--gather-dtype", default="float32", choices=["float32", "bfloat16"], help="of floats that FSDP2 gathers"
     )

@@ -45,6 +45,7 @@ from .recipes.quantized_weights import Int8WeightOnlyQuantizedTraining as int8_w
 from .recipes.quantized_weights import WeightOnlyQuantizedTraining as weight_only_quantized_training
 from .recipes.scheduled import ScheduledTraining as scheduled_training
 from .rollouts import batch_invariant, sync_codes
+from .saved_tensors import save_in_codes
 from .weights.base import TrainingWeight
 from .weights.codes import CodesWeight, share_rounding
 from .weights.master import MasterWeight, precompute_scales_for_fsdp
@@ -61,6 +62,6 @@ __all__ = [
     "mixed_precision_training", "mxfp4_training", "mxfp8_training", "nvfp4_training", "pact", "parameter_groups",
     "precompute_scales_for_fsdp", "qat", "quantized_conv1d", "quantized_conv2d", "quantized_conv3d",
     "quantized_conv_transpose1d", "quantized_conv_transpose2d", "quantized_conv_transpose3d", "quantized_einsum",
-    "quantized_grouped_mm", "quantized_matmul", "scheduled_qat", "scheduled_training", "share_rounding",
-    "switchback_training", "sync_codes", "weight_only_quantized_training",
+    "quantized_grouped_mm", "quantized_matmul", "save_in_codes", "scheduled_qat", "scheduled_training",
+    "share_rounding", "switchback_training", "sync_codes", "weight_only_quantized_training",
 ]  # fmt: skip

@@ -111,5 +111,8 @@ def checkpointed(subject: Subject) -> None:
         leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
         found.append([leaf.grad for leaf in leaves if leaf.grad is not None])
         layer.zero_grad()
+    x, trained = inputs()[1].requires_grad_(), [p for p in layer.parameters() if p.requires_grad]
+    y = checkpoint(layer, x, use_reentrant=False).square().sum()
+    found.append([grad for grad in torch.autograd.grad(y, [x, *trained], allow_unused=True) if grad is not None])
     for got in found[1:]:
         same(got, found[0], "a gradient")

@@ -170,5 +170,20 @@ def _einsum(equation: str, *operands: Any) -> Tensor:
     return products.einsum_by(product, equation, lhs, rhs)
 
 
-_FUNCTIONS = {torch.einsum: _einsum}
+def _grad(outputs: Any, inputs: Any, materialize_grads: bool = False, **options: Any) -> Any:
+    """`torch.autograd.grad`, with torch functions in force: a checkpoint runs the forward again inside of it."""
+    weights = [input for input in inputs if isinstance(input, TrainingWeight)]
+    if not all(weight.requires_grad for weight in weights) or any(isinstance(y, TrainingWeight) for y in outputs):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.grad(outputs, inputs, materialize_grads=materialize_grads, **options)
+    edge = torch.autograd.graph.get_gradient_edge
+    edges = tuple(edge(input) if isinstance(input, TrainingWeight) else input for input in inputs)
+    options["allow_unused"] = options.get("allow_unused") or materialize_grads
+    grads = torch.autograd.grad(outputs, edges, **options)
+    if not materialize_grads:
+        return grads
+    return tuple(torch.zeros_like(x) if grad is None else grad for grad, x in zip(grads, inputs, strict=True))
+
+
+_FUNCTIONS: dict[Any, Any] = {torch.einsum: _einsum, torch.autograd.grad: _grad}
 """Functions beside the products of `dtypes.products`, which call `linear`, and convolutions, which call `conv`."""
