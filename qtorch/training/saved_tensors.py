@@ -27,6 +27,9 @@ LEAST = 4096
 EXACT = ("LogSoftmaxBackward0", "LogcumsumexpBackward0")
 """Functions whose results are exponents in the backward, where a rounding error is multiplied."""
 
+FORMS = ("ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "Unsqueeze", "Slice")
+"""Functions that give a parameter another form: autocast copies weights, products of matrices transpose them."""
+
 INT8 = QuantSpec(qdtype("int8"), PerGroup(64), scale_dtype=torch.float32)
 
 
@@ -62,11 +65,11 @@ class save_in_codes(torch.autograd.graph.saved_tensors_hooks):
             loss = model(inputs).loss
         loss.backward()
 
-    Kept as they are: parameters and their views, inputs and whatever else needs no gradient (masks, statistics of
-    attention and norms), results of log_softmax, and tensors below 4096 elements. A tensor that several operators
-    save, in whatever shape, is quantized once. Inside of a compiled function, what the compiler saves is kept as well:
-    compile the parts between which tensors are to be kept in codes. A tensor that is changed in place afterwards keeps
-    the codes of what was saved, where autograd would raise an error.
+    Kept as they are: parameters, their views and copies in other dtypes, inputs and whatever else needs no gradient
+    (masks, statistics of attention and norms), results of log_softmax, and tensors below 4096 elements. A tensor that
+    several operators save, in whatever shape, is quantized once. Inside of a compiled function, what the compiler saves
+    is kept as well: compile the parts between which tensors are to be kept in codes. A tensor that is changed in place
+    afterwards keeps the codes of what was saved, where autograd would raise an error.
 
     Args:
         spec: of the codes, with `PerGroup`: its groups follow the memory. Gradients of weights are unbiased with
@@ -89,14 +92,12 @@ class save_in_codes(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved:
-        base = tensor._base
         if (
             type(tensor) is not Tensor
             or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-            or tensor.is_leaf
-            or (base is not None and (base.is_leaf or type(base) is not Tensor))
             or tensor.numel() < LEAST
             or type(tensor.grad_fn).__name__ in EXACT
+            or _is_leaf(tensor)
         ):
             return tensor
         own = tensor.detach()
@@ -112,6 +113,14 @@ class save_in_codes(torch.autograd.graph.saved_tensors_hooks):
         if isinstance(saved, Tensor):
             return saved
         return saved.codes.values(self.spec, saved.dtype, self.size).as_strided(saved.shape, saved.stride)
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether it needs no gradient, or is a parameter in whatever form."""
+    function = tensor.grad_fn
+    while type(function).__name__.removesuffix("Backward0") in FORMS:
+        function = function.next_functions[0][0]  # type: ignore[union-attr]
+    return function is None or type(function).__name__ == "AccumulateGrad"
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -12,7 +12,9 @@ pytest.importorskip("transformers")
 from torch.nn import functional
 
 from qtorch import int8_dynamic_activation_int4_weight, int8_dynamic_activation_int8_weight, quantize_
+from qtorch.kernels.cpu import compiled_library
 from qtorch.training import batch_invariant, qat, sync_codes
+from tests.kernels.cpu.builds import BUILDS
 from tests.zoo.architectures import built
 
 RECIPES = {"w8a8": int8_dynamic_activation_int8_weight(), "w4a8": int8_dynamic_activation_int4_weight(group_size=32)}
@@ -51,6 +53,19 @@ def difference(trainer: Any, sampler: Any, lengths: list[int], tokens: int, seed
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_over_1000_tokens_are_those_of_the_trainer_before_and_after_updates(recipe: str, implementation: str) -> None:
+    check_over_1000_tokens(recipe, implementation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("build", [*BUILDS, None])
+def test_on_every_instruction_set(build: str | None, recipe: str) -> None:
+    """That runs here, and without compiled kernels."""
+    with compiled_library.use(build):
+        check_over_1000_tokens(recipe, "sdpa")
+
+
+def check_over_1000_tokens(recipe: str, implementation: str) -> None:
     trainer, sampler = both(recipe, implementation=implementation)
     ids = torch.randint(1, 100, (4, 12))
     pointers = {name: p.qdata.data_ptr() for name, p in sampler.named_parameters() if hasattr(p, "qdata")}

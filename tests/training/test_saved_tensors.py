@@ -156,6 +156,7 @@ def test_what_is_kept_as_it_is() -> None:
     functions = {
         "a parameter": lambda: (x @ w).sum(),
         "its transpose": lambda: functional.linear(x, w.t()).sum(),
+        "its copy": lambda: functional.linear(x.view(16, 256), w[:32].bfloat16().float().view(8, 256)).sum(),
         "an exponent": lambda: functional.cross_entropy(x * 2, torch.arange(64)),
         "small": lambda: (x[:20] * 2).square().sum(),
         "integers": lambda: table(torch.arange(10)).sum(),
