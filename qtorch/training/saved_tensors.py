@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..kernels.ops import quantize
-from ..primitives import PerGroup, PerRow, QuantSpec, qdtype
+from ..primitives import PerGroup, PerRow, QuantSpec, is_compiling, qdtype
 from ..primitives.layouts import can_pack_bits, pack_codes, unpack_codes
 
 LEAST = 4096
@@ -38,6 +38,7 @@ class Codes:
 
     def __init__(self, values: Tensor, spec: QuantSpec, size: int) -> None:
         padded = torch.nn.functional.pad(values, (0, -len(values) % size)).view(-1, size)
+        # As long as there is a reference, no other storage has this address.
         self.memory = StorageWeakRef(values.untyped_storage())
         codes, self.scale, self.zero_point = quantize.quantize_dynamic(padded, spec)
         self.codes = pack_codes(codes, spec.dtype) if can_pack_bits(spec.dtype) else codes
@@ -93,7 +94,8 @@ class save_in_codes(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved:
         if (
-            type(tensor) is not Tensor
+            is_compiling()
+            or type(tensor) is not Tensor
             or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16)
             or tensor.numel() < LEAST
             or type(tensor.grad_fn).__name__ in EXACT
@@ -104,8 +106,7 @@ class save_in_codes(torch.autograd.graph.saved_tensors_hooks):
         own = own if _is_dense(own) else own.contiguous()
         place = own.untyped_storage()._cdata, own.storage_offset(), own.numel(), own.dtype, tensor._version
         codes = self.known.get(place)
-        # Memory that is gone leaves its address to others.
-        if codes is None or codes.memory.expired():
+        if codes is None:
             codes = self.known[place] = Codes(own.as_strided((own.numel(),), (1,)), self.spec, self.size)
         return Saved(codes, own.shape, own.stride(), own.dtype)
 

@@ -217,6 +217,20 @@ def test_models(recipe: str, how: str) -> None:
     assert 1e-4 < error < 0.03 if how != "checkpoint" else error < 0.03
 
 
+def test_a_context_inside_of_a_compiled_function() -> None:
+    """What is kept is up to the compiler."""
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), torch.randn(128, 64)
+
+    def loss(x: Tensor) -> Tensor:
+        with save_in_codes():
+            return model(x).square().mean()
+
+    wanted = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    got = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(x), list(model.parameters()))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_training_converges_alike() -> None:
     """30 steps end at the loss of floats, and with every other step's codes of 4 bits near it."""
     losses = []
