@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.conv import CONVOLUTIONS, Size, Window, from_matrix, multiply_windows, prepare_conv, to_matrix, windows
+from ..kernels.conv import with_bias as with_bias
 from ..kernels.registry import Problem, choose
 from ..primitives import Scheme, jsonable, tracing
 from ..primitives.layouts import layout_for
@@ -218,11 +219,6 @@ def _run(x: Tensor, weight: ConvWeight, bias: Tensor | None, window: Window) -> 
     with torch.no_grad():
         y = multiply_windows(x, window, lambda rows, group: linear.multiply(rows, matrices[group]))
     return with_bias(y, bias)
-
-
-def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """The result (B, N, *positions) of a convolution, plus its bias (N)."""
-    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
 
 
 class _Conv(torch.autograd.Function):

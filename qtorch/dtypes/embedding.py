@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..primitives.tracing import (
-    is_compiling,
-    refuse_jit_trace,
-    run_whole,
-    starts_no_graph,
-    transforms_active,
-    unwrapped_subclass,
-)
+from ..primitives import tracing
 from . import dispatch, linear, low_rank_weight, transposed_weight
 from .base import QuantizedTensor
 
@@ -33,17 +26,17 @@ def embedding(
 ) -> Tensor:  # fmt: skip
     """`F.embedding` from a quantized table (V, D): indices (...) -> (..., D), in the table's logical dtype."""
     _check_max_norm("embedding", max_norm)
-    refuse_jit_trace()
+    tracing.refuse_jit_trace()
     if input.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"embedding takes indices in int64 or int32, got {input.dtype}: ids.long()")
     if isinstance(weight, transposed_weight.PaddedWeight):
         if isinstance(weight, transposed_weight.TransposedWeight):
             return embedding(input, transposed_weight.as_view(weight))
         return embedding(input, transposed_weight.padded_matrix(weight))[..., : weight.scheme.shape[-1]]
-    if transforms_active():
+    if tracing.transforms_active():
         options = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         trains = isinstance(weight, QuantizedTensor) and weight.trains
-        return run_whole(embedding, input, weight, *options) if trains else _Transformed.apply(input, weight)
+        return tracing.run_whole(embedding, input, weight, *options) if trains else _Transformed.apply(input, weight)
     if isinstance(weight, QuantizedTensor) and weight.trains:
         return weight.embedding(input, padding_idx=padding_idx, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     return _embedding(input, weight)
@@ -97,10 +90,10 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.weight = unwrapped_subclass(inputs[1])
+        ctx.weight = tracing.unwrapped_subclass(inputs[1])
 
     @staticmethod
-    @starts_no_graph
+    @tracing.starts_no_graph
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         raise linear.frozen_error(ctx.weight)
 
@@ -122,7 +115,7 @@ def _embedding(ids: Tensor, table: Tensor) -> Tensor:
         return _embedding(ids, low_rank_weight.matrix_beside(table)) + rows.to(table.scheme.dtype)
     linear.check_device("embedding", ids, table)
     kernel = linear.find_kernel("embedding", table.scheme, table.scheme.dtype, ids.device.type)
-    if not is_compiling():
+    if not tracing.is_compiling():
         table.check_inner_tensors(not kernel.checks_memory)
     return kernel(ids, table)
 

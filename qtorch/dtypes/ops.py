@@ -25,15 +25,16 @@ def _clone(func: Any, args: Any, kwargs: Any) -> Tensor:
     return args[0].map_inner(torch.clone)
 
 
-@implements_aten(aten._to_copy.default)
-def _to_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
+@implements_aten(aten._to_copy.default, aten.empty_like.default)
+def _moved(func: Any, args: Any, kwargs: Any) -> Tensor:
     """`.to(...)`: move the inner tensors, and set the logical dtype, which is that of the results of kernels and of
-    `dequantize`. Codes and scales keep their dtypes, so a move or conversion and back changes no number."""
+    `dequantize`. Codes and scales keep their dtypes, so a move or conversion and back changes no number. And the same
+    without their values."""
     tensor: QuantizedTensor = args[0]
     dtype = _logical_dtype(tensor, kwargs)
     kwargs.pop("memory_format", None)
     device = torch.device(kwargs.get("device") or tensor.device)
-    return tensor.moved(device, lambda inner: aten._to_copy.default(inner, **kwargs), dtype)
+    return tensor.moved(device, lambda inner: func(inner, **kwargs), dtype)
 
 
 @implements_aten(aten.copy_.default)
@@ -135,15 +136,6 @@ def same_scales(one: QuantizedTensor, other: Tensor) -> bool:
         return False
     pairs = zip(one.scales(), other.scales(), strict=True)
     return all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)  # type: ignore[union-attr, arg-type]
-
-
-@implements_aten(aten.empty_like.default)
-def _empty_like(func: Any, args: Any, kwargs: Any) -> Tensor:
-    tensor = args[0]
-    dtype = _logical_dtype(tensor, kwargs)
-    kwargs.pop("memory_format", None)
-    device = torch.device(kwargs.get("device") or tensor.device)
-    return tensor.moved(device, lambda inner: torch.empty_like(inner, **kwargs), dtype)
 
 
 @implements_aten(aten.zeros_like.default)

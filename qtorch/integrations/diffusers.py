@@ -73,9 +73,7 @@ class QtorchConfig(QuantizationConfigMixin):
         recipe = recipe_json(self.recipe)
         return {"quant_method": Method.QTORCH.value, "recipe": recipe, "modules_to_not_convert": skipped}
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """What diffusers shows."""
-        return self.to_dict()
+    to_diff_dict = to_dict  # what diffusers shows
 
 
 class QtorchQuantizer(DiffusersQuantizer):

@@ -149,6 +149,11 @@ def _joined(parts: list[Tensor], axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
+def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """The result (B, N, *positions) of a convolution, plus its bias (N)."""
+    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
+
+
 def is_channels_last(x: Tensor) -> bool:
     """Whether x (B, C, *sizes) is contiguous in channels-last order and in that order only."""
     if x.dim() not in (4, 5) or x.is_contiguous():
@@ -312,4 +317,4 @@ def image_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> T
     wq, ws, wz = weight.plain()
     kernel, stride, padding, dilation = map(list, window[:4])
     y = image_codes_conv(codes, xs, xz, wq, ws, wz, kernel, stride, padding, dilation, window.groups, x.dtype)
-    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
+    return with_bias(y, bias)

@@ -215,15 +215,11 @@ class QuantizeReport:
         An SQNR that is not finite (of an exact or all-zero weight) is None, since JSON has no such numbers.
         """
         more = {} if self.estimate is None else {"estimate": asdict(self.estimate)}
+        sizes = ("bytes_before", "bytes_after", "model_bytes_before", "model_bytes_after")
+        totals = {name: getattr(self, name) for name in ("dry_run", *sizes, "parameters", "quantized_parameters")}
         return {
             **more,
-            "dry_run": self.dry_run,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "model_bytes_before": self.model_bytes_before,
-            "model_bytes_after": self.model_bytes_after,
-            "parameters": self.parameters,
-            "quantized_parameters": self.quantized_parameters,
+            **totals,
             "layers": [_json_of(layer) for layer in self.layers],
             "transforms": [{**asdict(item), "consumers": list(item.consumers)} for item in self.transforms],
             "advice": list(self.advice),

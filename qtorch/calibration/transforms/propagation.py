@@ -223,17 +223,13 @@ class Propagation:
         """Scale the parameter that a node is a view of; False if it is none."""
         shape = shape_of(node)
         fitting = None if shape is None else aligned(labels, len(shape))
-        if fitting is None:
-            return False
-        if not self.is_parameter(node):
+        if fitting is None or not self.is_parameter(node):
             return False
         while node not in self.graph.parameters:
             fitting = VIEWS[name_of(node)](fitting, *node.args[1:])
             node = node.args[0]
         shape = shape_of(node)
-        if shape is None:
-            return False
-        if any(a not in (1, b) for a, b in zip(fitting.shape, shape)):
+        if shape is None or any(a not in (1, b) for a, b in zip(fitting.shape, shape)):
             return False
         name = self.graph.parameters[node]
         if (old := self.scaled.get(name)) is not None:

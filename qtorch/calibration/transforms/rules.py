@@ -103,8 +103,7 @@ def _item(p: Propagation, node: fx.Node) -> Labels:
 def _multiplied(p: Propagation, node: fx.Node) -> Labels:
     a, b = p.labels(node.args[0]), p.labels(node.args[1])
     if a is not None and b is not None:
-        p.block(a, _feeds(node))
-        p.block(b, _feeds(node))
+        p.block([a, b], _feeds(node))
         return None
     return _fitting(p, node, b if a is None else a)
 
@@ -218,19 +217,15 @@ def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, tran
     of_rows = of_columns = None
     if of_weight is not None:
         rows, columns = of_weight.shape[-2:]
+        if (columns != 1 and rows != 1) or any(size != 1 for size in of_weight.shape[:-2]):
+            p.block(of_weight, reason)
+            return None
         if columns == 1:
             of_rows = of_weight
-        elif rows == 1:
-            of_columns = of_weight
         else:
-            p.block(of_weight, reason)
-            return None
-        if any(size != 1 for size in of_weight.shape[:-2]):
-            p.block(of_weight, reason)
-            return None
+            of_columns = of_weight
     if of_rows is not None and required is not None:
-        p.block(required, reason)
-        p.block(of_rows, reason)
+        p.block([required, of_rows], reason)
         return None
     if required is not None or of_columns is not None:
         p.require(weight, turned(of_columns), turned(required), reason)

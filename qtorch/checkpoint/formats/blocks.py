@@ -120,7 +120,7 @@ def block_of_groups(length: int, count: int, sizes: Sequence[int]) -> int:
 # Words are little-endian, so the bytes of a row of words are its dense bits in order.
 
 
-_BITS_OF_WORD = 32
+WORD = 32  # bits
 _CODES = 8
 """Codes of b bits that fill b bytes."""
 
@@ -150,13 +150,13 @@ def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
 
 def unpack_planar(words: Tensor, bits: int, length: int) -> Tensor:
     """Codes (..., length) in uint8 of planar rows (..., W) of int32; `length` is a multiple of 32."""
-    if length % _BITS_OF_WORD or words.shape[-1] * _BITS_OF_WORD != length * bits:
-        raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {words.shape[-1] * 32}")
+    if length % WORD or words.shape[-1] * WORD != length * bits:
+        raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {words.shape[-1] * WORD}")
     blocks = words.unflatten(-1, (-1, bits))
     codes, low = None, 0
     for width in (8, 4, 2, 1):
         if bits & width:
-            part = unpack_dense(blocks[..., low : low + width], width, _BITS_OF_WORD) << low
+            part = unpack_dense(blocks[..., low : low + width], width, WORD) << low
             codes = part if codes is None else codes | part
             low += width
     assert codes is not None
@@ -177,9 +177,6 @@ def unpack_nibbles(data: Tensor, *, high_first: bool = False) -> Tensor:
 #
 # Codes of 1, 2, 4 and 8 bits are packed alike by both. Codes of two floating-point bits lie in bytes, see
 # `pack_nibbles`.
-
-
-WORD = 32
 
 
 def dense_words(length: int, bits: int) -> int:

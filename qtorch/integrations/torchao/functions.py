@@ -72,9 +72,8 @@ def int8_dynamic_activation_int8_weight(
     return recipes.int8_dynamic_activation_int8_semi_sparse_weight(act_mapping_type)
 
 
-def int8_dynamic_activation_int8_semi_sparse_weight() -> WeightRecipe:
-    """`qtorch.int8_dynamic_activation_int8_semi_sparse_weight`, which also prunes."""
-    return recipes.int8_dynamic_activation_int8_semi_sparse_weight()
+int8_dynamic_activation_int8_semi_sparse_weight = recipes.int8_dynamic_activation_int8_semi_sparse_weight
+"""It also prunes."""
 
 
 def float8_weight_only(weight_dtype: torch.dtype = E4M3, set_inductor_config: bool = True) -> WeightRecipe:

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from ...primitives import PerTensor, QuantSpec, is_compiling, qdtype
-from ..conv import Window, empty_result, scales_images
+from ..conv import Window, empty_result, scales_images, with_bias
 from ..custom_ops import note, opaque, recording
 from ..ops.int_matmul import int32_terms
 from ..registry import Problem, needs_floats
 from . import int8_linear, weight
 from .compiled_library import missing
-from .conv_prepared import Activation, CompiledConv, add_bias, calls_of, prepare
+from .conv_prepared import Activation, CompiledConv, calls_of, prepare
 
 SIGNED = tuple(f"int{bits}" for bits in range(2, 9))
 
@@ -54,7 +54,7 @@ def cpu_conv(
     if not y.numel():
         return y
     if not x.numel():  # windows of nothing but padding
-        return add_bias(y.zero_(), bias)
+        return with_bias(y.zero_(), bias)
     layer = CompiledConv.of(codes, ws, None, n, k, weight_dtype, False, "INT", 0.0, tuple(shape), groups)
     compiled = layer.compiled
     if compiled is None:
@@ -112,4 +112,4 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
     )  # fmt: skip
     if not is_compiling():
         prepare(quantized, Activation(quantizer, shift, static))
-    return add_bias(y, bias)
+    return with_bias(y, bias)

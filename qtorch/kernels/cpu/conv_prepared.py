@@ -213,11 +213,6 @@ def prepare(weight: Any, activation: Activation | None) -> None:
         vars(weight)["fast_conv"] = calls.conv
 
 
-def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """y (B, N, *positions) plus the bias (N)."""
-    return y if bias is None else y + bias.reshape(-1, *(1,) * (y.dim() - 2))
-
-
 def with_lost(y: Tensor, x: Tensor, window: Window) -> Tensor:
     """NaN in all results of windows, those of one group, that hold a NaN or an infinity."""
     groups, ndim = window.groups, len(window.kernel)

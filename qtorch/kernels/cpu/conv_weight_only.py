@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ...primitives.tracing import is_compiling
-from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last
+from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last, with_bias
 from ..custom_ops import note, opaque, recording
 from ..registry import Problem, needs_floats
 from . import weight, weight_only
-from .conv_prepared import CompiledConv, add_bias, calls_of, prepare
+from .conv_prepared import CompiledConv, calls_of, prepare
 from .float_copies import float_copy, wanted
 from .memory import empty
 
@@ -129,7 +129,7 @@ def _direct(x: Tensor, layer: CompiledConv, window: Window, n: int, bias: Tensor
     """By src/conv_float.h."""
     y = empty_result(x, n, window, x.dtype)
     if not x.numel() or not y.numel():
-        return add_bias(y.zero_(), bias)
+        return with_bias(y.zero_(), bias)
     if recording():
         assert layer.compiled is not None
         note(f"cpu_weight_only_conv.{layer.compiled.instruction_set}")
@@ -173,4 +173,4 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
     if not is_compiling():
         prepare(quantized, None)
         ChannelwiseConv.prepare(quantized)
-    return add_bias(y, bias)
+    return with_bias(y, bias)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
+from .intx_weight_mm import store_tile
 from .launch import FLOATS, GroupedCodes, check_device, check_matrix, check_shape, row_step
 from .unpack import unpack_int8
 
@@ -71,11 +72,7 @@ def _block_sparse_mm(
         total += part.to(tl.float32) * tl.load(scale_ptr + n * stride_sn).to(tl.float32)[:, None]
     if INTEGERS:
         total *= tl.load(x_scale_ptr + m_in * stride_xs).to(tl.float32)[None, :]
-    y = total.to(y_ptr.dtype.element_ty)
-    if BIAS:
-        bias = tl.load(bias_ptr + n)[:, None]
-        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + m[None, :].to(tl.int64) * N + n[:, None], y, mask=m[None, :] < M)
+    store_tile(total, bias_ptr, y_ptr, m, n, n, M, N, BIAS)
 
 
 def block_sparse_mm(

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_config import LaunchConfig, launch
+from .intx_weight_mm import store_tile
 from .launch import GroupedCodes, check_device, check_matrix, check_shape, power_of_two_in, row_step, without_terms
 from .unpack import unpack_int8
 
@@ -121,11 +122,8 @@ def _int8_grouped_mm(
         K, G, stride_xk, stride_sg, stride_zg, GROUP, TILES, UNROLL, BITS, OFFSET, WEIGHT_ZERO, INPUT_ZERO, EVEN, ASM,
         BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    y = (total * tl.load(x_scale_ptr + m_in * stride_xs).to(tl.float32)[None, :]).to(y_ptr.dtype.element_ty)
-    if BIAS:
-        bias = tl.load(bias_ptr + n_in)[:, None]
-        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + m[None, :].to(tl.int64) * N + n[:, None], y, mask=(n[:, None] < N) & (m[None, :] < M))
+    total *= tl.load(x_scale_ptr + m_in * stride_xs).to(tl.float32)[None, :]
+    store_tile(total, bias_ptr, y_ptr, m, n, n_in, M, N, BIAS)
 
 
 class Int8Operands(GroupedCodes):

@@ -157,7 +157,8 @@ def weight_products(
 
 
 @triton.jit
-def _store(acc, bias_ptr, y_ptr, m, n, n_in, M, N, BIAS: tl.constexpr):
+def store_tile(acc, bias_ptr, y_ptr, m, n, n_in, M, N, BIAS: tl.constexpr):
+    """Store a tile of y' (n, m), rounded, with the bias of the rows `n_in` of the weight; nothing beyond (N, M)."""
     y = acc.to(y_ptr.dtype.element_ty)
     if BIAS:
         bias = tl.load(bias_ptr + n_in)[:, None]
@@ -187,7 +188,7 @@ def _weight_mm(
         ASM, 2, BLOCK_K, SPLIT_K,
     )  # fmt: skip
     part = y_ptr + tl.program_id(2).to(tl.int64) * M * N
-    _store(acc, bias_ptr, part, m, n, n_in, M, N, BIAS)
+    store_tile(acc, bias_ptr, part, m, n, n_in, M, N, BIAS)
 
 
 @triton.jit
@@ -226,7 +227,7 @@ def _weight_rows(
         stride_xk, stride_sg, stride_zg, GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION,
         ASM, 4, BLOCK_K * PARTS, 1,
     )  # fmt: skip
-    _store(tl.sum(acc, 0), bias_ptr, y_ptr, m, n, n_in, M, N, BIAS)
+    store_tile(tl.sum(acc, 0), bias_ptr, y_ptr, m, n, n_in, M, N, BIAS)
 
 
 def intx_weight_mm(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....primitives.vector_spec import ENTRIES, VECTOR
 from ..launch_config import LaunchConfig, launch
+from .intx_weight_mm import store_tile
 from .launch import FLOATS, check_device, check_matrix, check_shape, power_of_two_in, without_terms
 
 CANDIDATES = [
@@ -70,11 +71,7 @@ def _vector_codebook_mm(
                 x = tl.load(x_ptrs + (4 * j + column), mask=inside[:, None], other=0.0)
             part = tl.dot(_codes(words, column, dtype), x, part, input_precision=PRECISION)
         total += part * tl.load(scale_ptr + n_in * stride_sn + j // GROUP).to(tl.float32)[:, None]
-    y = total.to(y_ptr.dtype.element_ty)
-    if BIAS:
-        y = (y.to(tl.float32) + tl.load(bias_ptr + n_in)[:, None].to(tl.float32)).to(y_ptr.dtype.element_ty)
-    rows = m.to(tl.int64)
-    tl.store(y_ptr + rows[None, :] * N + n[:, None], y, mask=(n[:, None] < N) & (m[None, :] < M))
+    store_tile(total, bias_ptr, y_ptr, m, n, n_in, M, N, BIAS)
 
 
 @triton.jit
