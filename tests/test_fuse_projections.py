@@ -1,7 +1,6 @@
 """fuse_projections: layers of one input are one product, with the same bits, state and files."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import qtorch
 from tests.every_recipe import NAMES, make
+from tests.movement.holding import through_file
 from tests.refusals import refuses
 
 X = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
@@ -57,10 +57,7 @@ def test_every_recipe(name, tmp_path):
         assert same(got, wanted) or len(compiled) < products(joined)
         saved = {"q_proj": 2, "gate_proj": 1}
         assert products(joined) == products(apart) - sum(saved[path] for path in report.fused)
-    file = io.BytesIO()
-    torch.save(fused, file)
-    file.seek(0)
-    assert same(torch.load(file, weights_only=False)(X), got)
+    assert same(through_file(fused, weights_only=False)(X), got)
     # The state is that of the model before, and is loaded into either.
     state, before = fused.state_dict(), model.state_dict()
     assert state.keys() == before.keys()

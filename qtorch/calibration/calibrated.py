@@ -21,7 +21,7 @@ from ..model.targets import Refused, Target
 from ..primitives import LinearSpec, QuantSpec, RotatedSpec
 from ..recipes.base import Branch, Calibrated, ExpertStatistics, WeightRecipe, register_recipe
 from .data import Data
-from .engine import BlockLearner
+from .engine.in_order import BlockLearner
 from .observers import Observer, observer_of
 from .rounding import AutoRound, FloatTarget, Gptq, Grid, Learnable, Nearest, Refinement, Rounding, ScaleSearch
 from .rounding.grid import damped, factor, loss, saliency

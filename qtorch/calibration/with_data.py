@@ -15,7 +15,9 @@ from ..model.targets import Refused, Target
 from ..primitives.jsonable import construct
 from ..recipes.base import Calibrated, Recipe
 from .data import Data, collect
-from .engine import InOrder, Progress, Resumable, estimate, fingerprint, fingerprint_of_data, fingerprint_of_weights
+from .engine.estimate import estimate
+from .engine.in_order import InOrder
+from .engine.progress import Progress, Resumable, fingerprint, fingerprint_of_data, fingerprint_of_weights
 from .statistics import Statistic, Statistics
 
 

@@ -27,7 +27,7 @@ from ..primitives.jsonable import jsonable, wrong_type
 
 if TYPE_CHECKING:  # what looks at data is imported when it is used
     from ..calibration.data import Data
-    from ..calibration.engine import BlockLearner
+    from ..calibration.engine.in_order import BlockLearner
     from ..calibration.statistics import Statistics
 
 RECIPES: dict[str, type[Recipe]] = {}

@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import qtorch
 from qtorch import quantize_
 from tests.attack import training_recipes
-from tests.every_recipe import NAMES, make
+from tests.attack.training_recipes import make_any
+from tests.every_recipe import NAMES
 
 
 def graph_break(x: Tensor) -> Tensor:
@@ -102,13 +103,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {cls.__name__: cls for cls in (InL
 MODULES |= {f.__name__: functools.partial(InLoop, f) for f in (data_dependent, printing)}
 
 
-def recipe_of(name: str) -> qtorch.recipes.base.Recipe:
-    return training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32)
-
-
 def quantized(module: str, name: str) -> nn.Module:
     model = MODULES[module]()
-    quantize_(model, recipe_of(name))
+    quantize_(model, make_any(name))
     model(torch.randn(8, 64))
     return model.eval()
 
@@ -197,7 +194,7 @@ def test_weights_of_several_shapes_as_arguments(name: str) -> None:
     run = torch.compile(lambda x, w: x @ w.t(), backend="aot_eager", fullgraph=True)
     for n, k in ((64, 64), (96, 64), (64, 96), (128, 128)):
         layer = nn.Linear(k, n, bias=False)
-        quantize_(layer, recipe_of(name))
+        quantize_(layer, make_any(name))
         x = torch.randn(5, k)
         weight = layer.weight.detach()
         torch.testing.assert_close(run(x, weight), nn.functional.linear(x, weight), rtol=1e-4, atol=1e-4)
@@ -222,7 +219,7 @@ def test_training_steps_and_checkpointing(name: str) -> None:
     torch.testing.assert_close(head.weight.grad, wanted)
     # In eager mode it is a row of the matrix.
     block = Block()
-    quantize_(block, recipe_of(name))
+    quantize_(block, make_any(name))
     block(torch.randn(8, 64))
     block.eval()
     x = torch.randn(8, 64)

@@ -25,11 +25,6 @@ KILLS = int(os.environ.get("QTORCH_KILLS", "50"))
 LOADS = int(os.environ.get("QTORCH_LOADS", "150"))
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "model.safetensors"
-
-
 # --- killed ---
 @pytest.mark.slow
 @needs_fork

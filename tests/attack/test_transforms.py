@@ -11,17 +11,14 @@ from torch.nn import functional
 
 import qtorch
 from tests.attack import training_recipes
-from tests.every_recipe import NAMES, make
+from tests.attack.training_recipes import make_any
+from tests.every_recipe import NAMES
 from tests.refusals import refuses
-
-
-def recipe_of(name: str) -> object:
-    return training_recipes.make(name) if name in training_recipes.NAMES else make(name, 32)
 
 
 def model_of(name: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
-    qtorch.quantize_(model, recipe_of(name))
+    qtorch.quantize_(model, make_any(name))
     return prepared(model)
 
 
@@ -143,7 +140,7 @@ def test_gradient_of_a_weight_that_hides_its_recipe_is_refused(name: str) -> Non
 def test_convolutions(name: str, groups: int) -> None:
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=groups), nn.ReLU())
     try:
-        qtorch.quantize_(model, {"0": recipe_of(name)})
+        qtorch.quantize_(model, {"0": make_any(name)})
     except ValueError as error:
         pytest.skip(str(error))
     x = torch.randn(2, 64, 4, 4)
@@ -161,7 +158,7 @@ def test_convolutions(name: str, groups: int) -> None:
 def test_embeddings(name: str) -> None:
     model = nn.Sequential(nn.Embedding(40, 64))
     try:
-        qtorch.quantize_(model, {"0": recipe_of(name)})
+        qtorch.quantize_(model, {"0": make_any(name)})
     except ValueError as error:
         pytest.skip(str(error))
     ids = torch.randint(0, 40, (3, 6))

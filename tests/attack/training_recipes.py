@@ -12,6 +12,7 @@ from qtorch import (
 )
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
+from tests import every_recipe
 from tests.every_recipe import is_of_users
 
 # Of recipes that need some.
@@ -44,3 +45,8 @@ def make(name: str) -> Recipe:
     if "group_size" in {field.name for field in dataclasses.fields(recipe)}:
         recipe = dataclasses.replace(recipe, group_size=32)
     return recipe
+
+
+def make_any(name: str) -> Recipe:
+    """The same, of recipes for inference too."""
+    return make(name) if name in NAMES else every_recipe.make(name, 32)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import qtorch
 from qtorch.calibration import auto, gptq
 from qtorch.calibration.data import Data
-from qtorch.calibration.engine import InOrder, in_order, streams
+from qtorch.calibration.engine import in_order, streams
 from qtorch.calibration.statistics import BLENDED, Moments
 from tests.calibration import test_in_order, test_resume
 from tests.fast_part import slow_but
@@ -49,7 +49,7 @@ def moments(model: nn.Module, data: Any, recipe: Any) -> dict[str, dict[int, Mom
     """The statistics of all experts, collected while weights stay in floating point but for those of attention."""
     targets = [target for target in qtorch.model.targets.find_targets(model, recipe, None) if target.recipe is not None]
     found: dict[str, dict[int, Moments]] = {}
-    with InOrder[Any](model, targets, Data(data)) as run:
+    with in_order.InOrder[Any](model, targets, Data(data)) as run:
         for target, statistics in run:
             made: Any = (target.parameter.detach(),)
             if target.parameter.dim() == 3:

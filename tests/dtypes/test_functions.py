@@ -178,9 +178,6 @@ def test_a_registered_dispatch_runs_first_until_deregistered() -> None:
     refuses("not registered", lambda: deregister_aqt_quantized_linear_dispatch(condition))
 
 
-# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
-
-
 def gradients(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Of a fixed linear combination of the outputs, so that they do not depend on how an input was rounded."""
     inputs = tuple(x.clone().requires_grad_() for x in inputs)

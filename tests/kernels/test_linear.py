@@ -122,8 +122,6 @@ def test_slices_are_whole_blocks_and_even_where_there_is_room(block, limit, want
         assert slice_length(torch.empty(2, 64, dtype=dtype), 64, block, limit * 64 * dtype.itemsize) == want
 
 
-# Names of kernels below are of those made of torch operators; tests/kernels/cpu has the compiled ones.
-
 INTEGER_ACTIVATIONS = [TOKEN, QuantSpec("int8", PerTensor()), ASYMMETRIC_TOKEN]
 
 

@@ -1,6 +1,5 @@
 """Codes in the tiles of tensor cores: the layout, and the packing of each device."""
 
-import io
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from qtorch.primitives import ZeroPointDomain
 from qtorch.primitives.layouts import tensor_core_tiled
 from qtorch.primitives.layouts.tensor_core_tiled import CpuPacking, pack_cpu, pack_cuda, unpack_cpu, unpack_cuda
 from tests.dtypes.specs import ASYMMETRIC
+from tests.movement.holding import through_file
 
 TILED = TensorCoreTiledLayout()
 
@@ -58,11 +58,8 @@ def test_bytes_views_and_the_cuda_format() -> None:
     assert torch.nn.functional.linear(torch.empty(3, 128, device="meta"), meta).shape == (3, 128)
     # The packing depends on the processor; the file may be read on another one.
     w = torch.nn.Parameter(tiled(dtype=torch.bfloat16), requires_grad=False)
-    file = io.BytesIO()
-    torch.save({"w": w}, file)
     assert set(w.__reduce_ex__(2)[1][1]) == {"codes", "scale", "zero_point"}
-    file.seek(0)
-    again = torch.load(file, weights_only=True)["w"]
+    again = through_file({"w": w})["w"]
     assert again.scheme == w.scheme
     assert torch.equal(again.qdata, w.qdata)
     assert torch.equal(again.scale_and_zero, w.scale_and_zero)

@@ -15,27 +15,23 @@ from qtorch import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, 
 from qtorch.primitives import choose_qparams_affine, compute_error, learned_step_fake_quantize, lsq_scale, qdtype
 from qtorch.primitives import fake_quantize_affine as fake_quantize
 from qtorch.primitives import fake_quantize_affine_cachemask as cachemask
+from tests.primitives.test_affine import MAPPINGS
 from tests.rounding import same_bits
 
 RANGES = [
     (torch.int8, -128, 127), (torch.int8, -127, 127), (torch.uint8, 0, 255), (torch.uint8, 0, 15), (torch.int8, -8, 7),
 ]  # fmt: skip
-MAPPINGS = [
-    (mapping, domain)
-    for mapping, domain in itertools.product(MappingType, ZeroPointDomain)
-    if (mapping, domain) != (MappingType.ASYMMETRIC, ZeroPointDomain.NONE)
-]
 
 
 def data(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def forward_and_backward(function, x: Tensor) -> tuple[Tensor, Tensor]:
-    x = x.clone().requires_grad_()
-    y = function(x)
-    (gradient,) = torch.autograd.grad(y, x, data(*x.shape, seed=7))
-    return y.detach(), gradient
+def grads(function, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """(result, gradient of each input) for one random gradient of the result."""
+    inputs = tuple(x.clone().requires_grad_() for x in inputs)
+    y = function(*inputs)
+    return y.detach(), *torch.autograd.grad(y, inputs, data(*y.shape, seed=7))
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), RANGES)
@@ -54,9 +50,9 @@ def test_numbers_and_gradients_are_those_of_torch(
     theirs = [torch.fake_quantize_per_tensor_affine]
     if axis is not None:
         theirs = [torch.fake_quantize_per_channel_affine, torch.ops.quantized_decomposed.fake_quant_per_channel]
-    got = forward_and_backward(lambda x: fake_quantize(x, block, scale, zero, dtype, low, high), x)
+    got = grads(lambda x: fake_quantize(x, block, scale, zero, dtype, low, high), x)
     for function in theirs:
-        wanted = forward_and_backward(lambda x: function(x, *options), x)  # noqa: B023
+        wanted = grads(lambda x: function(x, *options), x)  # noqa: B023
         assert all(map(same_bits, got, wanted))
     assert not x.numel() or 0 < (got[1] == 0).sum() < x.numel()
 
@@ -158,13 +154,6 @@ def qparams(shape: tuple[int, ...], low: int, high: int, seed: int = 0) -> tuple
     g = torch.Generator().manual_seed(seed)
     scale = (0.5 + torch.rand(shape, generator=g)) * (2 / (high - low))
     return scale, low + torch.rand(shape, generator=g) * (high - low)
-
-
-def grads(function, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """(result, gradient of each input) for one random gradient of the result."""
-    inputs = tuple(x.clone().requires_grad_() for x in inputs)
-    y = function(*inputs)
-    return y.detach(), *torch.autograd.grad(y, inputs, data(*y.shape, seed=7))
 
 
 @every_range

@@ -25,7 +25,7 @@ from ...primitives import QuantSpec
 from ...recipes.base import WeightRecipe
 from ..captures import OutputGradients, without_parameter_gradients
 from ..data import Data, eval_mode, tensors_of
-from ..engine import InOrder
+from ..engine.in_order import InOrder
 from ..rounding import Grid, Rounding
 from ..rounding.grid import loss as quadratic
 from ..statistics import SecondMoment, Statistic, Statistics

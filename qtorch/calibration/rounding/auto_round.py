@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...primitives import QuantSpec, jsonable, qdtype
-from ..engine import BlockRun
+from ..engine.in_order import BlockRun
 from .grid import Grid
 
 MOST, MOMENTUM = 0.5, 0.9

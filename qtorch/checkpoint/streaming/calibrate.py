@@ -12,7 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...calibration.data import Data
-from ...calibration.engine import InOrder, Resumable, estimate, fingerprint, float_weights, of_weight
+from ...calibration.engine import float_weights
+from ...calibration.engine.estimate import estimate
+from ...calibration.engine.in_order import InOrder, of_weight
+from ...calibration.engine.progress import Resumable, fingerprint
 from ...calibration.with_data import progress_in, shared_data
 from ...dtypes.joining import cut
 from ...model.report import CalibrationEstimate, CalibrationReport

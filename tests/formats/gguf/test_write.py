@@ -84,9 +84,6 @@ def test_every_architecture_is_covered_and_permuted_back() -> None:
         weight = torch.randn(rows, 5)
         assert torch.equal(permute(weight, heads), llama_cpp.permuted(weight, heads))
         assert torch.equal(undo_permutation(permute(weight, heads), heads), weight)
-    for heads, rows in ((1, 4), (4, 32), (3, 18)):
-        weight = torch.randn(rows, 5)
-        assert torch.equal(undo_permutation(llama_cpp.permuted(weight, heads), heads), weight)
     assert not torch.equal(llama_cpp.permuted(weight, 3), weight)
     refuses("7 rows are not an even number for each of 2 heads", lambda: undo_permutation(torch.randn(7, 5), 2))
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
 from tests.integrations.peft import models
 from tests.integrations.peft.models import IDS, RECIPES, adapted, base_of, llama, output, quantized_llama, randomized
+from tests.movement.holding import through_file
 from tests.refusals import refuses
 from tests.zoo.architectures import built
 
@@ -155,10 +155,7 @@ def test_casts_copies_and_batches() -> None:
     other.unmerge_adapter()
     assert torch.equal(output(other), y)
     assert model.get_submodule(f"base_model.model.{Q_PROJ}").merged
-    file = io.BytesIO()
-    torch.save(model.get_submodule(f"base_model.model.{Q_PROJ}"), file)
-    file.seek(0)
-    layer = torch.load(file, weights_only=False)
+    layer = through_file(model.get_submodule(f"base_model.model.{Q_PROJ}"), weights_only=False)
     layer.unmerge()
     assert isinstance(layer.get_base_layer().weight, QuantizedTensor)
 

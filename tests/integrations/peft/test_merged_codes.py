@@ -1,7 +1,6 @@
 """Adapters that are trained through the codes of the merged weight: what is merged is what was trained, bit for bit."""
 
 import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters, requantize_merged
 from tests.every_recipe import NAMES, make
 from tests.integrations.peft.models import IDS, SIZES, TARGETS, adapted, base_of, llama, output, randomized
+from tests.movement.holding import through_file
 from tests.refusals import refuses
 from tests.zoo.architectures import built
 
@@ -128,10 +128,7 @@ def test_trained_is_merged_is_reloaded(recipe: str, dtype: torch.dtype, tmp_path
 def test_other_states_of_adapters() -> None:
     """A pickle; two at once, in an order; disabled; under autocast; layers that store (inputs, outputs)."""
     model = adapted(prepared(llama(), FOUR_BITS["int4"]))
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    again = torch.load(buffer, weights_only=False)
+    again = through_file(model, weights_only=False)
     assert torch.equal(output(again), output(model))
     assert torch.equal(output(again.merge_and_unload()), output(model))
     with model.disable_adapter():
