@@ -303,6 +303,17 @@ def from_rows(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     return fresh(y) if x.dim() == 2 else unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
+def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:
+    """(bias that the kernel adds, bias that the caller adds afterwards); one of the two is None. A bias of another
+    dtype is added afterwards, with torch's type promotion."""
+    return (bias, None) if bias is not None and can_add(bias, x.dtype, n) else (None, bias)
+
+
+def can_add(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
+    """Whether kernels, which read a vector, can add the bias to a result of this dtype with n columns."""
+    return bias.dtype == dtype and bias.shape == (n,) and bias.is_contiguous() and not bias.is_neg()
+
+
 def fresh(y: Tensor) -> Tensor:
     """`y`, whose memory nobody else reads, as a tensor that is no view to autograd, without a copy. Autograd refuses to
     change the views that a `Function` returns, and those made without gradients, in place."""

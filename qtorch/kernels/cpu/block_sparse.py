@@ -14,7 +14,7 @@ from ..custom_ops import note, opaque, recording
 from ..linear import scaled
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
 from ..ops.quantize import Quantized, quantize_input
-from ..registry import Problem, from_rows, needs_floats, to_rows
+from ..registry import Problem, from_rows, needs_floats, split_bias, to_rows
 from . import int8_linear, weight, weight_only
 from .compiled_library import TYPES, library, missing, threads
 from .memory import address, empty
@@ -117,7 +117,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     spec, xs, xz = scheme.weight, None, None
     if scheme.activation is not None:
         rows, xs, xz = _quantized(rows, quantized)
-    added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    added, bias = split_bias(bias, x, scheme.shape[0])
     low, high = spec.code_range
     y = cpu_block_sparse_mm(
         rows, xs, xz, quantized.qdata, quantized.columns, scheme.shape[0], quantized.scale, can_pack_bits(spec.dtype),

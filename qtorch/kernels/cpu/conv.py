@@ -16,7 +16,7 @@ from ...primitives import PerTensor, QuantSpec, is_compiling, qdtype
 from ..conv import Window, empty_result, scales_images, with_bias
 from ..custom_ops import note, opaque, recording
 from ..ops.int_matmul import int32_terms
-from ..registry import Problem, needs_floats
+from ..registry import Problem, needs_floats, split_bias
 from . import int8_linear, weight
 from .compiled_library import missing
 from .conv_prepared import Activation, CompiledConv, calls_of, prepare
@@ -103,7 +103,7 @@ def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Ten
     found = conv_quantizer(scheme.activation, static)
     assert found is not None
     quantizer, shift = found
-    added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    added, bias = split_bias(bias, x, scheme.shape[0])
     xs, xz = (quantized.act_scale, quantized.act_zero_point) if static else (None, None)
     _, stride, padding, dilation = map(list, window[:4])
     y = cpu_conv(

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ..conv import Size, Window, empty_result, is_channels_last
+from ..registry import can_add
 from .compiled_library import TYPES, threads
 from .conv_codes import CodesForm, ConvCall, ConvFinish, ConvFloatCall, ConvPackCall, ConvShape, quantize_images
 from .memory import address, empty, empty_strided
 from .structs import Quantizer, pack, struct_of
-from .weight import CompiledWeight, fits
+from .weight import CompiledWeight
 from .weight_only import PLAIN
 
 ROOM = 64  # elements behind vectors of features: whole vectors are read
@@ -189,7 +190,7 @@ class ConvCalls:
             or not x.is_cpu
             or x.dtype is not weight.scheme.dtype
             or not self._layer.is_of(weight.qdata, weight.scale, weight.zero_point)
-            or not (bias is None or (type(bias) in PLAIN and fits(bias, x.dtype, self._n)))
+            or not (bias is None or (type(bias) in PLAIN and can_add(bias, x.dtype, self._n)))
         ):
             return None
         if self._activation is not None and self._activation.static:

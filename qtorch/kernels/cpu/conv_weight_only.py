@@ -17,7 +17,7 @@ from torch import Tensor
 from ...primitives.tracing import is_compiling
 from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last, with_bias
 from ..custom_ops import note, opaque, recording
-from ..registry import Problem, needs_floats
+from ..registry import Problem, needs_floats, split_bias
 from . import weight, weight_only
 from .conv_prepared import CompiledConv, calls_of, prepare
 from .float_copies import float_copy, wanted
@@ -165,7 +165,7 @@ def _supports(problem: Problem) -> str | None:
 )
 def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Tensor:
     scheme, matrix = quantized.scheme, quantized.matrix
-    added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    added, bias = split_bias(bias, x, scheme.shape[0])
     _, stride, padding, dilation = map(list, window[:4])
     of_weight = (quantized.qdata, matrix.dense_scale(), matrix.dense_zero_point(), *weight.form(scheme.matrix))
     about = (list(scheme.shape), stride, padding, dilation, window.groups, added)

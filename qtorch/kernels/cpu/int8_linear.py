@@ -16,7 +16,7 @@ from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_floats, to_rows
+from ..registry import Problem, from_rows, needs_floats, split_bias, to_rows
 from . import code_values, variants, weight
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
@@ -232,7 +232,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         return scaled.int8_scaled_mm(x, quantized, bias)
     xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None
-    added, bias = weight.split_bias(bias, x, scheme.shape[0])
+    added, bias = split_bias(bias, x, scheme.shape[0])
     is_dense = quantized.scale_scale is None or is_compiling()
     arguments: tuple[Any, ...] = (
         xq, xs, xz, quantizer, quantized.qdata, scheme.shape[0],

@@ -8,7 +8,7 @@ from ...primitives.tracing import is_compiling
 from ..custom_ops import opaque
 from ..linear.vector_codebook import LAYOUT, rotation_of, vector_codebook_mm
 from ..linear.vector_codebook import supports as has_rows
-from ..registry import Problem, from_rows, needs_floats, to_rows
+from ..registry import Problem, from_rows, needs_floats, split_bias, to_rows
 from . import code_values, weight, weight_only
 
 
@@ -32,7 +32,7 @@ def _supports(problem: Problem) -> str | None:
     name="cpu_vector_codebook_mm",
 )  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
-    added, bias = weight.split_bias(bias, x, quantized.scheme.shape[0])
+    added, bias = split_bias(bias, x, quantized.scheme.shape[0])
     y = cpu_vector_codebook_mm(to_rows(x), quantized.qdata, quantized.scale, rotation_of(quantized), added)
     if not is_compiling():
         weight_only.WeightOnlyLinear.prepare(quantized)

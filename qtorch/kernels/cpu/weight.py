@@ -15,7 +15,7 @@ from ...primitives.layouts.packed import packed_length
 from ..config import generation
 from ..linear.scaled import INTEGERS
 from ..ops.weight_only_mm import code_arguments
-from ..registry import Problem, needs_matrix, needs_rows, register
+from ..registry import Problem, can_add, needs_matrix, needs_rows, register
 from . import variants
 from .code_values import TABLE, VECTORS, CodeValues, QuantizedScales, vector_fields
 from .compiled_library import TYPES, library, missing
@@ -251,20 +251,9 @@ def form(scheme: Scheme) -> tuple[bool, str, float, float, str]:
     return packed, *code_arguments(of_weight)
 
 
-def split_bias(bias: Tensor | None, x: Tensor, n: int) -> tuple[Tensor | None, Tensor | None]:
-    """(bias that the kernel adds, bias that the caller adds afterwards); one of the two is None. A bias of another
-    dtype is added afterwards, with torch's type promotion."""
-    return (bias, None) if bias is not None and fits(bias, x.dtype, n) else (None, bias)
-
-
-def fits(bias: Tensor, dtype: torch.dtype, n: int) -> bool:
-    """Whether the kernels can add the bias to a result of this dtype with n columns."""
-    return bias.dtype == dtype and bias.shape == (n,) and bias.is_contiguous() and not bias.is_neg()
-
-
 def check_bias(bias: Tensor | None, dtype: torch.dtype, n: int) -> None:
     """Raise `ValueError` if the kernels cannot add the bias to a result of this dtype with n columns."""
-    if bias is not None and not fits(bias, dtype, n):
+    if bias is not None and not can_add(bias, dtype, n):
         raise ValueError(f"takes a contiguous bias of shape {(n,)} in {dtype}, got {tuple(bias.shape)} in {bias.dtype}")
 
 

@@ -26,14 +26,14 @@ from ..linear import lut_weight_only, scaled, vector_codebook
 from ..linear.weight_only import packed_weight_mm
 from ..ops.quantize import error_norms
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
-from ..registry import Problem, choose, from_rows, needs_floats, to_rows
+from ..registry import Problem, can_add, choose, from_rows, needs_floats, split_bias, to_rows
 from . import float_copies, variants, weight
 from .code_values import FLOATS, TABLE, QuantizedScales, tensors_of_scales
 from .compiled_library import TYPES, Library, threads
 from .memory import address, empty, empty_at
 from .structs import NO_INPUT, Call, Input, Output, Weight, pack, struct_of
 from .variants import VARIANTS
-from .weight import CompiledWeight, fits, register_compiled
+from .weight import CompiledWeight, register_compiled
 
 Numerics = tuple[float, ...]
 
@@ -115,7 +115,7 @@ class CompiledLinear(CompiledWeight):
             or not x.is_cpu
             or not x.is_contiguous()
             or not self.is_of(*self.tensors_of(weight))
-            or not (bias is None or (type(bias) in PLAIN and fits(bias, self.dtype, self._n)))
+            or not (bias is None or (type(bias) in PLAIN and can_add(bias, self.dtype, self._n)))
         ):
             return None
         k = shape[-1]
@@ -317,7 +317,7 @@ def supports(problem: Problem) -> str | None:
 )
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     n, form = quantized.scheme.shape[0], weight.form(quantized.scheme)
-    added, bias = weight.split_bias(bias, x, n)
+    added, bias = split_bias(bias, x, n)
     if quantized.scale_scale is not None and not is_compiling():
         y = _with_quantized_scales(to_rows(x), quantized, quantized.zero_point, None, added)
     else:
@@ -364,7 +364,7 @@ def _supports_table(problem: Problem) -> str | None:
 def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits
-    added, bias = weight.split_bias(bias, x, n)
+    added, bias = split_bias(bias, x, n)
     if quantized.scale_scale is not None:
         y = _with_quantized_scales(to_rows(x), quantized, None, quantized.table, added)
     else:

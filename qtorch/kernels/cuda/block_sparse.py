@@ -10,7 +10,7 @@ from .. import features
 from ..custom_ops import opaque
 from ..linear.scaled import INTEGERS, supports_int32
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_floats, needs_matrix, register, to_rows
+from ..registry import Problem, from_rows, needs_floats, needs_matrix, register, split_bias, to_rows
 
 
 @opaque(lambda x, xs, xz, qdata, columns, ws, kind, dtype, bias: x.new_empty(x.shape[0], qdata.shape[0], dtype=dtype))
@@ -50,7 +50,7 @@ def cuda_block_sparse_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Ten
     rows, xs, xz = to_rows(x), None, None
     if weight.scheme.activation is not None:
         rows, xs, xz = quantize_input(rows, weight)
-    fused = bias if bias is not None and bias.dtype == x.dtype else None
+    fused, bias = split_bias(bias, x, weight.scheme.shape[0])
     kind = weight.scheme.weight.dtype.name
     y = cuda_block_sparse_mm(rows, xs, xz, weight.qdata, weight.columns, weight.scale, kind, x.dtype, fused)
-    return from_rows(y, x, None if fused is not None else bias)
+    return from_rows(y, x, bias)

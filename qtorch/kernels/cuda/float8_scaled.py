@@ -6,6 +6,8 @@ Scales per token and output channel, or one of each, through `torch._scaled_mm`;
 (`block_mm.tile_scaled_mm` has the equation). Sums have the precision of the hardware's float8 accumulator.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -73,16 +75,10 @@ def _supports(problem: Problem) -> str | None:
     return "takes symmetric codes" if weight.has_zero_point or activation.has_zero_point else None
 
 
-@register(
-    "linear",
-    layout="plain",
-    weight=FLOAT8,
-    activation=FLOAT8,
-    device="cuda",
-    priority=30,
-    supports=_supports,
-    name="float8_scaled_mm",
-)
+_register = functools.partial(register, "linear", layout="plain", device="cuda", priority=30)
+
+
+@_register(weight=FLOAT8, activation=FLOAT8, supports=_supports, name="float8_scaled_mm")
 def float8_scaled_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation above."""
     wq, ws, _ = weight.plain()
@@ -104,16 +100,7 @@ def _supports_tiles(problem: Problem) -> str | None:
     return "takes symmetric codes" if weight.has_zero_point or activation.has_zero_point else None
 
 
-@register(
-    "linear",
-    layout="plain",
-    weight=FLOAT8[:1],
-    activation=FLOAT8[:1],
-    device="cuda",
-    priority=30,
-    supports=_supports_tiles,
-    name="tile_scaled_mm",
-)
+@_register(weight=FLOAT8[:1], activation=FLOAT8[:1], supports=_supports_tiles, name="tile_scaled_mm")
 def float8_tile_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation in blocks of a row, then `tile_scaled_mm`."""
     wq, ws, _ = weight.plain()

@@ -15,7 +15,7 @@ from ..custom_ops import implement, note, opaque, portable
 from ..linear.scaled import supports_int32
 from ..ops import int_matmul, quantize
 from ..ops.int8_grouped_mm import int8_grouped_mm
-from ..registry import Problem, from_rows, needs_clear_width, needs_rows, to_rows
+from ..registry import Problem, from_rows, needs_clear_width, needs_rows, split_bias, to_rows
 from .weight_only import reads_integers
 
 _HAS_TRITON = features.cuda_lacks("triton") is None
@@ -74,8 +74,7 @@ def cuda_int8_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
     rows = to_rows(x)
     xq, xs, xz = quantize.quantize_input(rows, weight)
-    # A bias of another dtype changes that of the sum, so it is added outside.
-    fused = bias if bias is not None and bias.dtype == x.dtype else None
+    fused, bias = split_bias(bias, x, weight.scheme.shape[0])
     codes = weight.qdata, weight.dense_scale(), weight.zero_point, weight.scheme.weight.dtype.name
     y = cuda_int8_mm(xq, xs, xz, *codes, fused, x.dtype)
-    return from_rows(y, x, None if fused is not None else bias)
+    return from_rows(y, x, bias)

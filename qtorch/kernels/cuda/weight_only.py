@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import custom_ops, features
+from .. import custom_ops, features, registry
 from ..linear import vector_codebook
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, from_rows, needs_clear_width, needs_floats, needs_matrix, needs_rows, register, to_rows
@@ -66,9 +66,9 @@ reads_integers = functools.partial(register, layout=("plain", "packed"), weight=
 @reads_integers("linear", activation=(), supports=_supports, name="cuda_weight_mm")
 def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only integer scheme."""
-    fused = bias if bias is not None and bias.dtype == x.dtype else None
+    fused, bias = registry.split_bias(bias, x, weight.scheme.shape[0])
     y = cuda_weight_mm(to_rows(x), *weight_arguments(weight), fused)
-    return from_rows(y, x, None if fused is not None else bias)
+    return from_rows(y, x, bias)
 
 
 @custom_ops.opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))
@@ -94,6 +94,6 @@ def _supports_vectors(problem: Problem) -> str | None:
     name="cuda_vector_codebook_mm",
 )
 def _vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    fused = bias if bias is not None and bias.dtype == x.dtype else None
+    fused, bias = registry.split_bias(bias, x, weight.scheme.shape[0])
     y = cuda_vector_codebook_mm(to_rows(x), weight.qdata, weight.scale, vector_codebook.rotation_of(weight), fused)
-    return from_rows(y, x, None if fused is not None else bias)
+    return from_rows(y, x, bias)

@@ -67,7 +67,7 @@ def test_against_the_reference(name, dtype, device):
 
 
 @pytest.mark.parametrize("name", OF_QTORCH)
-def test_a_bias_of_another_dtype_decides_the_result(name, device):
+def test_a_bias_of_another_dtype_decides_the_result_and_strides_are_read(name, device):
     spec = LinearSpec(QuantSpec("int8", quant_min=-127), TOKEN if name == "cuda_int8_mm" else None)
     weight = AffineQuantizedTensor.from_float(torch.randn(8, 32).bfloat16(), spec).to(device)
     x, bias = torch.randn(2, 32, device=device).bfloat16(), torch.randn(8, device=device)
@@ -75,6 +75,8 @@ def test_a_bias_of_another_dtype_decides_the_result(name, device):
         y = KERNELS[name](x, weight, bias)
     assert y.dtype == torch.float32
     assert compute_error(reference.linear(x.float(), weight, bias), y) > 30
+    for strided in (bias.bfloat16().repeat_interleave(3)[1::3], bias[:1].bfloat16().expand(8)):
+        assert torch.equal(KERNELS[name](x, weight, strided), KERNELS[name](x, weight, strided.contiguous()))
 
 
 def test_choices_and_what_does_not_fit(device):

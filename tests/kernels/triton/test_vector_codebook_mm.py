@@ -46,6 +46,7 @@ def test_refusals(device):
         ((x, codes.int(), scale), "codes must be a matrix of uint8"),
         ((x, codes, scale[:3]), "scale must have shape"),
         ((x, codes, scale, scale), "bias must have shape"),
+        ((x, codes, scale, x[0, ::4]), "bias must be contiguous, got a vector of stride 4"),
         ((x.double(), codes, scale), "x must be a matrix"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -41,10 +41,12 @@ def check_matrix(op: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...])
 
 
 def check_shape(op: str, name: str, x: Tensor | None, *shapes: tuple[int, ...]) -> None:
-    """Check that a tensor has one of these shapes, or is None."""
+    """Check that a tensor has one of these shapes, or is None. Vectors are read without a stride."""
     if x is not None and tuple(x.shape) not in shapes:
         wanted = " or ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(x.shape)}")
+    if x is not None and x.dim() == 1 and not x.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous, got a vector of stride {x.stride(0)}")
 
 
 def check_seed(op: str, seed: Tensor) -> None:
