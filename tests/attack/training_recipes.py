@@ -2,14 +2,7 @@
 
 import dataclasses
 
-from qtorch import (
-    PerBlock,
-    float8_weight_only,
-    int8_dynamic_activation_int4_weight,
-    int8_weight_only,
-    nf4_weight_only,
-    nvfp4_weight_only,
-)
+import qtorch
 from qtorch.recipes.base import RECIPES, Recipe, WeightRecipe
 from qtorch.training import fully_quantized
 from tests import every_recipe
@@ -17,25 +10,26 @@ from tests.every_recipe import is_of_users
 
 # Of recipes that need some.
 ARGUMENTS: dict[str, tuple] = {
-    "lora_qat": (int8_dynamic_activation_int4_weight(group_size=32), 4),
+    "lora_qat": (qtorch.int8_dynamic_activation_int4_weight(group_size=32), 4),
     "mixed_precision_training": (fully_quantized(4, 8),),
-    "qat": (int8_dynamic_activation_int4_weight(group_size=32),),
+    "qat": (qtorch.int8_dynamic_activation_int4_weight(group_size=32),),
     "mxfp4_training": (False, False),  # without noise, so that two runs have the same numbers
     "nvfp4_training": (False, False),
-    "scheduled_qat": (int8_dynamic_activation_int4_weight(group_size=32),),
-    "weight_only_quantized_training": (float8_weight_only(),),
+    "scheduled_qat": (qtorch.int8_dynamic_activation_int4_weight(group_size=32),),
+    "weight_only_quantized_training": (qtorch.float8_weight_only(),),
 }
 
 NAMES = sorted(name for name, c in RECIPES.items() if c.__module__.startswith("qtorch.training.") and name != "convert")
 NAMES += sorted(name for name, cls in RECIPES.items() if is_of_users(cls) and not issubclass(cls, WeightRecipe))
 
+IN_CODES = RECIPES["weight_only_quantized_training"]
 # Beside the defaults.
 VARIANTS: dict[str, Recipe] = {
-    "float8_training by blocks": RECIPES["float8_training"](PerBlock((32, 32))),
-    "qat of int8_weight_only": RECIPES["qat"](int8_weight_only()),
-    "lsq of int8_weight_only": RECIPES["lsq"](recipe=int8_weight_only()),
-    "NVFP4 trained in codes": RECIPES["weight_only_quantized_training"](nvfp4_weight_only()),
-    "NF4 trained in codes": RECIPES["weight_only_quantized_training"](nf4_weight_only(32, double_quantize=False)),
+    "float8_training by blocks": RECIPES["float8_training"](qtorch.PerBlock((32, 32))),
+    "qat of int8_weight_only": RECIPES["qat"](qtorch.int8_weight_only()),
+    "lsq of int8_weight_only": RECIPES["lsq"](recipe=qtorch.int8_weight_only()),
+    "NVFP4 trained in codes": IN_CODES(qtorch.nvfp4_weight_only()),
+    "NF4 trained in codes": IN_CODES(qtorch.nf4_weight_only(32, double_quantize=False)),
 }
 
 

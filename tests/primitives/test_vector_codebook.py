@@ -7,50 +7,38 @@ import torch
 
 import qtorch
 from qtorch import PerBlock, PerGroup, PerRow, PerTensor, compute_error
+from qtorch.primitives import vector_spec
 from qtorch.primitives.spec import LinearSpec, Scheme
-from qtorch.primitives.vector_spec import (
-    BASES,
-    DEVIATION,
-    ENTRIES,
-    LARGEST,
-    RotatedVectorSpec,
-    VectorSpec,
-    codebook_arguments,
-    nearest_entries,
-    pack_vectors,
-    rotate_vectors,
-    signs,
-    unpack_vectors,
-)
+from qtorch.primitives.vector_spec import ENTRIES, RotatedVectorSpec, VectorSpec, nearest_entries, pack_vectors, signs
 from tests.refusals import refuses
 
 
 def spec(granularity=PerRow(), kind=RotatedVectorSpec):
-    return kind(granularity=granularity, **codebook_arguments())
+    return kind(granularity=granularity, **vector_spec.codebook_arguments())
 
 
 def test_the_bytes_of_the_entries():
     """As the top of the file has them, bit by bit."""
-    assert len(BASES) == 32
+    assert len(vector_spec.BASES) == 32
     for byte, entry in enumerate(ENTRIES.tolist()):
         flips = [byte >> bit & 1 for bit in (4, 5, 6)]
         flips.append(sum(flips) % 2)
-        base = BASES[byte % 16 + 16 * (byte >> 7)]
+        base = vector_spec.BASES[byte % 16 + 16 * (byte >> 7)]
         assert entry == [-value if flip else value for value, flip in zip(base, flips, strict=True)]
     assert len(torch.unique(ENTRIES, dim=0)) == 256
-    assert ENTRIES.abs().max() == LARGEST
+    assert ENTRIES.abs().max() == vector_spec.LARGEST
     assert bool((ENTRIES % 2 == 1).all())  # in Python's sense, also of negative ones
 
 
 def test_normal_numbers():
     """The error is that of the file's first lines, less than any four values leave (Lloyd and Max: .1175)."""
     x = torch.randn(1 << 16, 4)
-    error = (x - nearest_entries(x * DEVIATION) / DEVIATION).square().mean()
+    error = (x - nearest_entries(x * vector_spec.DEVIATION) / vector_spec.DEVIATION).square().mean()
     assert 0.095 < error < 0.1
 
 
 def test_nearest_by_a_metric():
-    x, root = torch.randn(50, 4) * DEVIATION, torch.randn(4, 4)
+    x, root = torch.randn(50, 4) * vector_spec.DEVIATION, torch.randn(4, 4)
     metric = root @ root.t() + 0.1 * torch.eye(4)
     apart = x.unsqueeze(1) - ENTRIES
     for of_metric, given in ((torch.eye(4), None), (metric, metric)):
@@ -62,7 +50,7 @@ def test_nearest_by_a_metric():
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 def test_packing(axis):
     packed = torch.randint(0, 256, (8, 12, 16), dtype=torch.uint8)
-    codes = unpack_vectors(packed, axis)
+    codes = vector_spec.unpack_vectors(packed, axis)
     assert codes.shape[axis] == 4 * packed.shape[axis]
     assert torch.equal(pack_vectors(codes, axis), packed)
     codes = codes.contiguous()
@@ -74,7 +62,7 @@ def test_packing(axis):
 def test_rotation(size):
     """Orthogonal, its own inverse, and S H S entry by entry; an outlier is spread."""
     eye = torch.eye(size, dtype=torch.float64)
-    matrix = rotate_vectors(eye, size)
+    matrix = vector_spec.rotate_vectors(eye, size)
     torch.testing.assert_close(matrix @ matrix, eye)
     assert torch.equal(matrix, matrix.t())
     index = torch.arange(size)
@@ -88,7 +76,7 @@ def test_rotation(size):
 @pytest.mark.parametrize(("columns", "block"), [(352, 32), (512, 256), (36, 4), (128, 128)])
 def test_rows_are_rotated_in_blocks(columns, block):
     x = torch.randn(3, columns)
-    assert torch.equal(spec().rotated(x), rotate_vectors(x, block))
+    assert torch.equal(spec().rotated(x), vector_spec.rotate_vectors(x, block))
 
 
 @pytest.mark.parametrize("granularity", [PerRow(), PerGroup(64)], ids=str)
@@ -99,7 +87,7 @@ def test_spec(kind, granularity):
     scale, zero_point = of.choose_qparams(x)
     codes = of.quantize(x, scale, zero_point)
     assert zero_point is None
-    assert torch.equal(unpack_vectors(pack_vectors(codes)), codes)
+    assert torch.equal(vector_spec.unpack_vectors(pack_vectors(codes)), codes)
     assert 9.5 < compute_error(x, of.dequantize(codes, scale, None)) < 11
     assert compute_error(of.dequantize(codes, scale, None), of.fake_quantize(x)) > 100
     if kind is RotatedVectorSpec:
@@ -129,7 +117,7 @@ def test_refusals():
         with pytest.raises(ValueError, match=error):
             spec(granularity, kind)
     with pytest.raises(ValueError, match=r"RotatedVectorSpec: quant_max is 59\.0, got 7"):
-        RotatedVectorSpec(**{**codebook_arguments(), "quant_max": 7})
+        RotatedVectorSpec(**{**vector_spec.codebook_arguments(), "quant_max": 7})
     refuses("vectors of 4", lambda: spec().block_size((3, 6)), qtorch.primitives.granularity.IndivisibleError)
     with pytest.raises(ValueError, match="holds the codes of a VectorSpec"):
         qtorch.int8_weight_only().apply(torch.randn(4, 8)).to_layout(qtorch.primitives.layouts.VectorCodebookLayout())
