@@ -67,8 +67,6 @@ def test_priorities_candidates_and_ties(weight, kernel):
         functional.linear(torch.randn(2, 16), weight)
     with pytest.raises(NotImplementedError, match="no kernel registered for the operation 'fft'"):
         lookup("fft", weight.scheme, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="no setting strickt; it has strict"), qtorch.config.patch(strickt=True):
-        pass
 
 
 def test_a_kernel_that_rejects_is_passed_over(weight, kernel, torch_kernels):
