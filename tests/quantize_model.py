@@ -43,10 +43,12 @@ def same(before: State, after: State) -> bool:
     return len(before) == len(after) and all(a == c and b is d for (a, b), (c, d) in zip(before, after))
 
 
-def interrupted(
-    action: Callable[[], object], at: int, files: Callable[[str], bool], raises: type[BaseException] = KeyboardInterrupt
-) -> bool:
-    """Run it with an exception at line `at` of those in these files; False if there are fewer lines."""
+def lines_run(
+    action: Callable[[], object], files: Callable[[str], bool], at: int = 0,
+    raises: type[BaseException] = KeyboardInterrupt,
+) -> int | None:  # fmt: skip
+    """Run it with an exception at line `at`, from 1 on, of those in these files, counted as they are run: their number,
+    None if it was interrupted."""
     seen = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -64,10 +66,10 @@ def interrupted(
     try:
         action()
     except raises:
-        return True
+        return None
     finally:
         sys.settrace(old)
-    return False
+    return seen
 
 
 def assert_same(one: nn.Module, other: nn.Module) -> None:

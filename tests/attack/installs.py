@@ -1,11 +1,9 @@
 """Installs that are interrupted at any line: the model is wholly old or can be gone on with, and every module runs."""
 
 import copy
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from qtorch.dtypes import QuantizedTensor
 from qtorch.training import convert
 from tests.attack.operations import inputs, operation
 from tests.attack.subject import FEW, K, Subject
+from tests.quantize_model import lines_run
 
 GROUP = "Interruptions"
 
@@ -27,37 +26,13 @@ EACH, SAMPLE = 60, 6
 """Interruptions, evenly apart, of a recipe that is among the few, and of one that is not."""
 
 
-class Interruption(KeyboardInterrupt):
-    """What is raised."""
-
-
-def _at_line(number: int, call: Callable[[], Any]) -> int | None:
-    """Run `call` and raise at its line `number`, counted as they are run; None if it came to its end before that."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        name = Path(frame.f_code.co_filename)
-        if name.name not in FILES or "qtorch" not in name.parts:
-            return None
-        if event == "line":
-            count += 1
-            if count == number:
-                raise Interruption
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    except Interruption:
-        return None
-    finally:
-        sys.settrace(None)
-    return count
+def _changes_models(file: str) -> bool:
+    path = Path(file)
+    return path.name in FILES and "qtorch" in path.parts
 
 
 def _lines(call: Callable[[], Any], subject: Subject) -> list[int]:
-    total = _at_line(0, call)
+    total = lines_run(call, _changes_models)
     assert total is not None
     assert total > 10, "nothing was traced"
     numbers = list(range(1, total + 1))
@@ -93,7 +68,7 @@ def _attack(subject: Subject, make: Callable[[], nn.Module], change: Callable[[n
     for number in _lines(lambda: change(make()), subject):
         model = make()
         old = _state(model)
-        _at_line(number, lambda model=model: change(model))
+        lines_run(lambda model=model: change(model), _changes_models, number)
         when = f"interrupted at line {number}"
         states = _state(model)
         assert all(state in (a, b) for state, a, b in zip(states, old, wanted)), f"{when}: a layer is half installed"
