@@ -1,0 +1,1 @@
+"""Calibration in the order of the model, one block at a time."""
