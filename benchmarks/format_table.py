@@ -55,6 +55,7 @@ RECIPES: list[WeightRecipe] = [
     qtorch.nf4_weight_only(),
     qtorch.nf4_weight_only(double_quantize=False),
     qtorch.lut_weight_only(4),
+    qtorch.gguf_iq4_nl(),
     *(qtorch.uintx_weight_only("uint3", group_size=32, use_hqq=hqq) for hqq in (False, True)),
     *(qtorch.intx_weight_only("int3", group_size=32, double_quantize=double) for double in (False, True)),
     qtorch.fpx_weight_only(2, 0),
@@ -63,6 +64,7 @@ RECIPES: list[WeightRecipe] = [
     qtorch.uintx_weight_only("uint2", group_size=32, double_quantize=True),
     qtorch.intx_weight_only("int2", group_size=32),
     *(qtorch.lut_weight_only(2, group_size=group) for group in (-1, 64)),
+    qtorch.vector_codebook_weight_only(),
 ]
 
 HEAD = """# Formats
