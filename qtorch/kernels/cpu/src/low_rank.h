@@ -79,7 +79,7 @@ inline void add_up(const Input& up, int64_t rank, const float* z, int64_t ld, in
 }
 
 inline void add_low_rank(const LowRank& q) {
-    constexpr int64_t THREAD_PRODUCTS = 1 << 16;  // that are worth waking a thread for
+    constexpr int64_t THREAD_PRODUCTS = 1 << 14;  // that are worth waking a thread for, which also reads a part of the factors
     static thread_local Scratch sum_scratch, row_scratch;
     auto threads = [&](int64_t columns, int64_t rows) {
         int64_t most = rows * columns * q.down.rows / THREAD_PRODUCTS + 1;
