@@ -61,13 +61,14 @@ def prepare(quantized: Any, fast_linear: FastLinear | None) -> None:
         return
     state_of = weight.inference_state if down.is_inference() or up.is_inference() else weight.counted_state
     (n, _), k, factors, state = up.shape, down.shape[1], _factors(down, up), state_of(down, up)
+    kind = TYPES[quantized.scheme.dtype]  # of x and y too, see `CompiledLinear.prepare`
 
     def linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor | None:
         if quantized.down is not down or quantized.up is not up or state_of(down, up) != state:
             return None
         y = fast_linear(x, quantized, bias)
         if y is not None:
-            of_x, of_y = (address(x), TYPES[x.dtype], k, x.numel() // k), (address(y), TYPES[y.dtype], n, 0)
+            of_x, of_y = (address(x), kind, k, x.numel() // k), (address(y), kind, n, 0)
             compiled.low_rank_mm(_pack(*factors, *of_x, *of_y, threads()))
         return y
 
