@@ -4,6 +4,7 @@ tests/movement and tests/attack have it among all tensors: copies, moves, graphs
 """
 
 import copy
+import itertools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +20,13 @@ from qtorch.calibration import AutoRound, auto, calibrated, gptq, importance_wei
 from qtorch.checkpoint.formats.gguf import block_types
 from qtorch.checkpoint.save_folder import SAVE_FORMATS
 from qtorch.dtypes import LowRankWeight
+from qtorch.dtypes.low_rank_weight import low_rank_factors
+from qtorch.kernels.cpu import compiled_library, operators
+from qtorch.kernels.cpu import low_rank as compiled
 from qtorch.primitives import from_json, qdtype, to_json
-from qtorch.primitives.low_rank_factors import low_rank_factors
 from qtorch.training import qat
 from tests import every_recipe, quantize_model, rounding
+from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
 from tests.refusals import refuses
 
 N, K, RANK = 192, 256, 8
@@ -81,6 +85,62 @@ def check_product(recipe: Any, dtype: torch.dtype) -> None:
     dequantized = weight.matrix.dequantize(torch.float32).double() + branch
     assert relative(weight.dequantize(torch.float32), dequantized) < 1e-6
     assert weight.nbytes == weight.matrix.nbytes + 2 * RANK * (N + K)
+
+
+BRANCHES = [(1, 64, 64, 4), (3, 37, 51, 5), (9, 130, 1000, 128), (17, 200, 513, 1), (530, 70, 96, 65), (0, 8, 8, 2)]
+
+
+@pytest.mark.parametrize("name", [*BUILDS, "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_compiled_branch(name: str, dtype: torch.dtype) -> None:
+    """Rounded once; a row has the same bits alone, and in any order of memory."""
+    for (m, n, k, rank), half in itertools.product(BRANCHES, sorted(compiled.HALVES, key=str)):
+        y, x = torch.randn(m, n).to(dtype), torch.randn(m, k).to(dtype)
+        down, up = (torch.randn(shape).to(half) for shape in ((rank, k), (n, rank)))
+        with compiled_library.use(None if name == "torch" else name), qtorch.kernels.record_kernels() as ran:
+            found = compiled.cpu_low_rank_mm(y, x, down, up)
+            assert ran == ["cpu_low_rank_mm", f"cpu_low_rank_mm.{name}"]
+            if name != "torch":
+                strided = [each.t().contiguous().t() for each in (y, x, down, up)]
+                assert torch.equal(found, compiled.cpu_low_rank_mm(*strided))
+                for i in (0, m // 2, m - 1)[: 3 * (m > 0)]:
+                    row = slice(i, i + 1)
+                    assert torch.equal(found[row], compiled.cpu_low_rank_mm(y[row], x[row], down, up))
+        a, b, c = x.double(), down.double().t(), up.double().t()
+        exact, size = y.double() + a @ b @ c, y.double().abs() + a.abs() @ b.abs() @ c.abs()
+        error, unit = (found.double() - exact).abs(), torch.finfo(dtype).eps / 2
+        assert bool((error <= rounding.gamma(k + rank) * size + unit * exact.abs()).all())
+        if m * n > 999:
+            assert 0.2 * unit < relative(found, exact) < (9 * unit if dtype is torch.float32 else 0.8 * unit)
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_that_follow_and_gradients_and_graphs(dtype: torch.dtype) -> None:
+    made, x = layer(low_rank(qtorch.int4_weight_only(group_size=32), RANK), dtype), torch.randn(3, K, dtype=dtype)
+    weight: Any = made.weight
+    y = made(x)
+    assert weight.fast_linear is not None
+    assert torch.equal(made(x), y)
+    inputs = x.clone().requires_grad_()
+    compiled_layer = torch.compile(made, fullgraph=True, backend="aot_eager")
+    for function in (made, compiled_layer, made):
+        inputs.grad, weight.fast_linear = None, None
+        result = function(inputs)
+        assert torch.equal(result, y)
+        result.sum().backward()
+        wanted = weight.dequantize(torch.float32).double().sum(0)
+        assert relative(inputs.grad[1], wanted) < (1e-6 if dtype is torch.float32 else 2e-2)
+    before = operators.calls()
+    with torch.no_grad():
+        assert torch.equal(compiled_layer(x), y)
+    assert operators.calls() == before + 2 * operators.attached()
+    made(x)
+    weight.up.mul_(2)  # the next call sees it
+    assert relative(made(x), x.float() @ weight.dequantize(torch.float32).t() + made.bias.float()) < 1e-2
+    weight.down = weight.down.clone().zero_()
+    assert torch.equal(made(x), nn.functional.linear(x, weight.matrix, made.bias))
+    assert made.to("meta")(x.to("meta")).shape == y.shape
 
 
 @four_bits

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.cpu import low_rank
 from ..kernels.custom_ops import recording
 from ..kernels.registry import Kernel, lookup
 from ..primitives import Scheme, tracing
 from . import affine_tensor, copying, dispatch, factories, parameter
 from .base import QuantizedTensor
-from .low_rank_weight import LowRankWeight, branch_of, matrix_beside
+from .low_rank_weight import LowRankWeight, add_branch, matrix_beside
 from .transposed_weight import PaddedWeight, TransposedWeight, as_view, padded_matrix
 
 # The fast path of layers. All that the full path looks up and checks takes longer than the product of a small layer. So
@@ -88,8 +89,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return y if bias is None else y + bias
     if isinstance(weight, PaddedWeight):
         return linear(torch.nn.functional.pad(input, (0, weight.scheme.padding)), padded_matrix(weight), bias)
-    if isinstance(weight, LowRankWeight):
-        return linear(input, matrix_beside(weight), bias) + branch_of(input, weight)
     if input.dtype is not weight.scheme.dtype:
         check_dtype("linear", input, weight.scheme.dtype)
     check_device("linear", input, weight)
@@ -111,13 +110,24 @@ def multiply(input: Tensor, weight: QuantizedTensor, bias: Tensor | None = None)
         for condition, implementation in factories.dispatches.items():
             if condition(input, weight, bias):
                 return implementation(input, weight, bias)
-    find = _lookup_constant if compiling else lookup
-    kernel = find("linear", weight.scheme, input.dtype, input.device.type)
-    if not compiling:
-        weight.check_inner_tensors(not kernel.checks_memory)
+    kernel: Callable[..., Tensor] = multiply_with_branch
+    if not isinstance(weight, LowRankWeight):
+        kernel = find_kernel("linear", weight.scheme, input.dtype, input.device.type)
+        if not compiling:
+            weight.check_inner_tensors(not kernel.checks_memory)
     if torch.is_grad_enabled() and (input.requires_grad or requires_grad(bias)):
         return _Linear.apply(input, weight, bias, kernel)
     return kernel(input, weight, bias)
+
+
+def multiply_with_branch(input: Tensor, weight: LowRankWeight, bias: Tensor | None) -> Tensor:
+    """`multiply` for a weight with a branch of low rank, without a gradient."""
+    if tracing.is_compiling():
+        return add_branch(multiply(input, matrix_beside(weight), bias), input, weight)
+    weight.check_inner_tensors()
+    y = add_branch(multiply(input, weight.matrix, bias), input, weight)
+    low_rank.prepare(weight, weight.matrix.fast_linear)
+    return y
 
 
 class _Linear(torch.autograd.Function):

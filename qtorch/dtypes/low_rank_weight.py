@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.cpu.low_rank import HALVES, cpu_low_rank_mm
+from ..kernels.registry import to_rows
 from ..primitives import is_compiling, jsonable
 from ..primitives.layouts.base import Form, Forms, check_inner_tensors
-from ..primitives.low_rank_factors import low_rank_factors
 from . import base, matrix_weight, views
 
 aten = torch.ops.aten
@@ -23,10 +24,11 @@ aten = torch.ops.aten
 BRANCH = ("up", "down")
 """The inner tensors of the branch."""
 
-_HALVES = frozenset({torch.float16, torch.bfloat16})
-
 _SMALL, _LARGE = 2.0**-8, 2.0**15
 """The largest element of a factor that float16 keeps with enough bits for those that are smaller."""
+
+_OVERSAMPLED = 16
+_PASSES = 6
 
 
 @jsonable
@@ -71,7 +73,7 @@ class LowRankWeight(matrix_weight.MatrixWeight):
     @classmethod
     def forms(cls, scheme: Any) -> Forms:
         (rows, columns), rank = scheme.shape, scheme.rank
-        branch = {"up": (Form((rows, rank), _HALVES),), "down": (Form((rank, columns), _HALVES),)}
+        branch = {"up": (Form((rows, rank), HALVES),), "down": (Form((rank, columns), HALVES),)}
         return {**super().forms(scheme), **branch}
 
     @classmethod
@@ -156,6 +158,47 @@ class LowRankWeight(matrix_weight.MatrixWeight):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def low_rank_factors(matrix: Tensor, rank: int, root: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The best approximation of a matrix by a product of two thin ones, also for given inputs:
+
+        left right = argmin |(A - left right) L|^2,    L L^T = E[x x^T] or the identity
+
+    By the theorem of Eckart, Young and Mirsky it is the truncated singular value decomposition of A L, whose right
+    factor is multiplied by L^-1. For inputs x it minimizes E|A x - left right x|^2 (QERA, arXiv 2410.06040, theorem 1).
+    The singular vectors are found by subspace iteration (Halko, Martinsson, Tropp, arXiv 0909.4061, algorithm 4.4),
+    which takes a few products with A in place of a whole decomposition.
+
+    Args:
+        matrix: A, (..., N, K) fp32.
+        root: lower triangular L, (K, K).
+
+    Returns:
+        left (..., N, R) and right (..., R, K), of equal size; zeros beyond min(N, K).
+    """
+    root = None if root is None else root.to(matrix.device)
+    weighted = matrix if root is None else matrix @ root
+    most = min(weighted.shape[-2:])
+    if rank + _OVERSAMPLED < most // 2:
+        # The same start for the same matrix, on every device.
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        shape = weighted.shape[-1], rank + _OVERSAMPLED
+        start = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
+        basis = torch.linalg.qr(weighted @ start.to(weighted)).Q
+        for _ in range(_PASSES):
+            basis = torch.linalg.qr(weighted @ torch.linalg.qr(weighted.mT @ basis).Q).Q
+        u, s, v = torch.linalg.svd(basis.mT @ weighted, full_matrices=False)
+        u = basis @ u
+    else:
+        u, s, v = torch.linalg.svd(weighted, full_matrices=False)
+    values = s[..., :rank].sqrt()
+    left, right = u[..., :rank] * values.unsqueeze(-2), values.unsqueeze(-1) * v[..., :rank, :]
+    if root is not None:
+        right = torch.linalg.solve_triangular(root, right, upper=False, left=False)
+    missing = max(0, rank - most)
+    padded = torch.nn.functional.pad(left, (0, missing)), torch.nn.functional.pad(right, (0, 0, 0, missing))
+    return padded[0].contiguous(), padded[1].contiguous()
+
+
 def in_halves(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The factors of a branch of a weight in `dtype`: bfloat16 beside bfloat16, and where float16 would lose them."""
     fits = dtype != torch.bfloat16
@@ -172,7 +215,12 @@ def matrix_beside(weight: LowRankWeight) -> Any:
     return weight.matrix
 
 
-def branch_of(input: Tensor, weight: LowRankWeight) -> Tensor:
-    """(x down^T) up^T, in the dtype of the input."""
-    down, up = weight.down.to(input.dtype), weight.up.to(input.dtype)
-    return torch.nn.functional.linear(torch.nn.functional.linear(input, down), up)
+def add_branch(y: Tensor, input: Tensor, weight: LowRankWeight) -> Tensor:
+    """y + (x down^T) up^T in the dtype of y, whose memory nobody else may read. For calls that record no gradient."""
+    x, rows, on_cpu = to_rows(input), to_rows(y), y.device.type == "cpu"
+    if on_cpu and not weight.scheme.layout.traces_views:
+        rows = cpu_low_rank_mm(rows, x, weight.down, weight.up)
+    else:
+        down, up = weight.down.to(y.dtype), weight.up.to(y.dtype)
+        rows = rows.addmm_(torch.nn.functional.linear(x, down), up.t())
+    return rows if y.dim() == 2 else rows.view(y.shape)

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..dtypes import LowRankWeight, QuantizedTensor, low_rank_weight
 from ..primitives import LinearSpec
 from ..primitives.granularity import IndivisibleError
-from ..primitives.low_rank_factors import low_rank_factors
 from .base import Branch, T, WeightRecipe, register_recipe
 
 
@@ -93,7 +92,7 @@ class LowRank(WeightRecipe):
         found: list[tuple[float, T, Branch]] = []
         target = weight
         for _ in range(1 if weight.is_meta else self.iterations):
-            up, down = low_rank_weight.in_halves(low_rank_factors(target, self.rank, root), dtype)
+            up, down = low_rank_weight.in_halves(low_rank_weight.low_rank_factors(target, self.rank, root), dtype)
             rest = weight - up.float() @ down.float()
             made = rounded(rest)
             of_codes = values(made)

@@ -274,6 +274,7 @@ ARGUMENTS = [
     ("cpu_weight_only_mm", X, int8(12, 32), 12, torch.rand(12, 1), None, False, *INT8, "INT", None),
     ("cpu_int8_mm", X, None, None, QUANTIZER, int8(12, 32), 12, torch.rand(12, 1), None, False, "int8", X.dtype, None),
     ("cpu_embedding", IDS, int8(30, 32), [30, 32], torch.rand(30, 1), None, False, *INT8, "INT", torch.float32),
+    ("cpu_low_rank_mm", torch.randn(3, 12), X, torch.randn(4, 32).half(), torch.randn(12, 4).half()),
     ("cpu_experts_mm", X, INDEX, int8(4, 12, 32), torch.rand(4, 12, 1), None, False, *INT8, "INT"),
     (
         *("cpu_experts_int8_mm", X, INDEX, None, None, QUANTIZER),

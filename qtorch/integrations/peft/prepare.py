@@ -13,8 +13,8 @@ from ...calibration.data import Data, collect
 from ...calibration.rounding.grid import factor
 from ...calibration.statistics import SecondMoment
 from ...dtypes import QuantizedTensor
+from ...dtypes.low_rank_weight import low_rank_factors
 from ...model.install import check_model
-from ...primitives.low_rank_factors import low_rank_factors
 from .adapter_layers import OnQuantized, adapt_model, floats, replace_parameters, requantized
 from .expert_adapters import is_swapped
 from .merged_codes import train_through_codes

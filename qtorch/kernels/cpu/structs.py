@@ -167,6 +167,9 @@ BlockProduct = declare(
 )
 """src/int_blocks.h"""
 
+LowRank = declare("LowRank", ("down up", Input), ("k", int), ("x", Input), ("y", Output), ("threads", int))
+"""src/low_rank.h"""
+
 ScaleSums = declare("ScaleSums", ("sums rows columns x_scale x_step w_scale w_step out type threads", int))
 """src/int_blocks.h"""
 

@@ -77,9 +77,9 @@ class CompiledWeight:
         # Tensors of inference mode do not count writes.
         self._inference = any(t.is_inference() for t in tensors)
         if self._inference:
-            self._state = _inference_state(*tensors)
+            self._state = inference_state(*tensors)
         else:  # `resize_`, `t_` and the like change the version too
-            self._state = _counted_state(*tensors)
+            self._state = counted_state(*tensors)
         self._generation = generation.number
         self.about = about
         self.fields = _fields(*matrices, *about[:6])
@@ -159,9 +159,9 @@ class CompiledWeight:
             if len(of_scales) != len(self._of_scales) or not all(map(operator.is_, of_scales, self._of_scales)):
                 return False
             tensors = _there(codes, scale, zero_point, *of_scales)
-            state = _inference_state(*tensors) if self._inference else _counted_state(*tensors)
+            state = inference_state(*tensors) if self._inference else counted_state(*tensors)
         elif self._inference:
-            state = _inference_state(*((codes, scale) if zero_point is None else (codes, scale, zero_point)))
+            state = inference_state(*((codes, scale) if zero_point is None else (codes, scale, zero_point)))
         elif zero_point is None:
             state = (codes.data_ptr(), codes._version, scale.data_ptr(), scale._version)
         else:
@@ -174,12 +174,12 @@ def _there(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def _counted_state(*tensors: Tensor) -> tuple[int, ...]:
+def counted_state(*tensors: Tensor) -> tuple[int, ...]:
     """What changes when a tensor moves or is written to."""
     return tuple(value for t in tensors for value in (t.data_ptr(), t._version))
 
 
-def _inference_state(*tensors: Tensor) -> tuple[Any, ...]:
+def inference_state(*tensors: Tensor) -> tuple[Any, ...]:
     """What may change of tensors of inference mode, which have no version."""
     return tuple(value for t in tensors for value in (t.data_ptr(), t.shape, t.stride()))
 

@@ -4,6 +4,7 @@ import torch
 
 from qtorch.kernels.cpu.embedding import cpu_embedding
 from qtorch.kernels.cpu.int8_linear import cpu_int8_mm
+from qtorch.kernels.cpu.low_rank import cpu_low_rank_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 from qtorch.kernels.ops.kv_attention import float_attention
 
@@ -45,6 +46,10 @@ def attention(mask=None, dtype=torch.float32, rows=1, softcap=0.0, query=None):
     )  # fmt: skip
 
 
+def branch(y, x, rank=5, half=torch.float16):
+    return y, x, randn(rank, x.shape[1], dtype=half), randn(y.shape[1], rank, dtype=half)
+
+
 def rows(m, value=0.05):
     return torch.full((m, 1), value)
 
@@ -78,6 +83,10 @@ CALLS = {
     **named(cpu_embedding, {
         "embedding": embedding(torch.tensor([0, 47, 5]), *weight()),
         "embedding, int32, bf16": embedding(torch.tensor([1, 1]).int(), *weight(zero_point=True), dtype=BF16),
+    }),
+    **named(cpu_low_rank_mm, {
+        "branch": branch(randn(3, 48), randn(3, 64)),
+        "branch, bf16, transposed": branch(randn(48, 9, dtype=BF16).t(), randn(64, 9, dtype=BF16).t(), half=BF16),
     }),
     **named(float_attention, {
         "attention": attention(),
@@ -124,5 +133,11 @@ WRONG = {
     }),
     **named(cpu_embedding, {
         "ids are a matrix": (embedding(torch.zeros(2, 2, dtype=torch.int64), CODES, SCALE, None), "ids is a vector"),
+    }),
+    **named(cpu_low_rank_mm, {
+        "rows of y are few": (branch(randn(2, 48), X), "takes factors"),
+        "ranks differ": ((randn(3, 48), X, randn(5, 64).half(), randn(48, 4).half()), "takes factors"),
+        "up is short": ((randn(3, 48), X, randn(5, 64).half(), randn(40, 5).half()), "takes factors"),
+        "factors in fp32": ((randn(3, 48), X, randn(5, 64), randn(48, 5)), "takes factors .* in 16 bits"),
     }),
 }  # fmt: skip

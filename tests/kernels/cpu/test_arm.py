@@ -9,6 +9,7 @@ import torch
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerRow, QuantSpec, compute_error
 from qtorch.kernels.cpu import build, compiled_library, variants
+from qtorch.kernels.cpu.low_rank import cpu_low_rank_mm
 from tests.kernels.cpu.emulated import INSTRUCTION_SETS, MISSING, emulate
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, TOKEN, weight_of
 from tests.rounding import assert_same_product
@@ -99,12 +100,14 @@ def test_whole_layers(instruction_set):
         recipe = qtorch.int8_dynamic_activation_int8_weight(act_granularity=qtorch.PerAxis(0))
         qtorch.quantize_(image, recipe, targets="all")
         ids, pixels = torch.tensor([3, 49, 0]), torch.randn(2, 5, 9, 11)
+        y, x, down, up = (torch.randn(shape).half() for shape in ((5, 37), (5, 600), (9, 600), (37, 9)))
         with compiled_library.use(None):
-            rows, features = table(ids), image(pixels)
+            rows, features, branch = table(ids), image(pixels), cpu_low_rank_mm(y, x, down, up)
         with emulate(instruction_set) as library:
             assert torch.equal(table(ids), rows)
             assert torch.equal(image(pixels), features)
-    assert {"embed", "conv"} <= set(library.calls)
+            assert compute_error(branch, cpu_low_rank_mm(y, x, down, up)) > 70
+    assert {"embed", "conv", "low_rank_mm"} <= set(library.calls)
 
 
 @pytest.mark.parametrize("instruction_set, processor", [

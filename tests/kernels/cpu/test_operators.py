@@ -10,6 +10,7 @@ import qtorch
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import build, compiled_library, int8_linear, operators, variants
 from qtorch.kernels.cpu.embedding import cpu_embedding
+from qtorch.kernels.cpu.low_rank import cpu_low_rank_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 from qtorch.kernels.ops.kv_attention import float_attention
 from tests.kernels.cpu.builds import NEEDS_LIBRARY, run
@@ -165,7 +166,7 @@ def test_schemas_agree_and_the_path_is_given():
     schemas = {schema.partition("(")[0]: f"qtorch::{schema}" for schema in operators._schemas(library)}
     assert schemas == {
         operation.__name__: str(getattr(OPS, operation.__name__).default._schema)
-        for operation in (cpu_weight_only_mm, int8_linear.cpu_int8_mm, cpu_embedding, float_attention)
+        for operation in (cpu_weight_only_mm, int8_linear.cpu_int8_mm, cpu_embedding, cpu_low_rank_mm, float_attention)
     }
 
 

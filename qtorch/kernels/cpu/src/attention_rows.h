@@ -23,25 +23,33 @@ struct Rows {
 // written.
 template <int FORMAT, int R>
 void dot_rows(const Rows& in, const float* q, int64_t ld, float* out) {
+    constexpr int T = 4 / R;  // rows of codes at once: sums of a row wait for one another
     const uint8_t* codes = in.rows;
     const int64_t stride = in.stride, bytes = in.bytes, count = in.count;
     int64_t units = bytes / UNIT_BYTES<FORMAT>, rest = bytes % UNIT_BYTES<FORMAT>;
     for (int64_t t = 0; t < count; t += LANES) {
         Floats sums[R][LANES];
-        for (int64_t i = 0; i < LANES; i++) {
-            // Behind the last row, it is read again.
-            const uint8_t* row = codes + (t + i < count ? t + i : count - 1) * stride;
-            if (t + i < count) in.fetch(t + i);
-            Floats a[R] = {}, b[R] = {};
-            auto add = [&](const Unit<FORMAT>& unit, int64_t u) {
+        for (int64_t i = 0; i < LANES; i += T) {
+            const uint8_t* row[T];
+            UNROLL for (int j = 0; j < T; j++) {
+                // Behind the last row, it is read again.
+                row[j] = codes + (t + i + j < count ? t + i + j : count - 1) * stride;
+                if (t + i + j < count) in.fetch(t + i + j);
+            }
+            Floats a[T][R] = {}, b[T][R] = {};
+            auto add = [&](int j, const Unit<FORMAT>& unit, int64_t u) {
                 UNROLL for (int r = 0; r < R; r++) {
-                    a[r] = fma(unit.a, load<Floats>(q + r * ld + 2 * u * LANES), a[r]);
-                    b[r] = fma(unit.b, load<Floats>(q + r * ld + (2 * u + 1) * LANES), b[r]);
+                    a[j][r] = fma(unit.a, load<Floats>(q + r * ld + 2 * u * LANES), a[j][r]);
+                    b[j][r] = fma(unit.b, load<Floats>(q + r * ld + (2 * u + 1) * LANES), b[j][r]);
                 }
             };
-            for (int64_t u = 0; u < units; u++) add(Unit<FORMAT>(row + u * UNIT_BYTES<FORMAT>), u);
-            if (rest) add(Unit<FORMAT>(Rest<FORMAT>(row + units * UNIT_BYTES<FORMAT>, rest).bytes), units);
-            UNROLL for (int r = 0; r < R; r++) sums[r][i] = a[r] + b[r];
+            for (int64_t u = 0; u < units; u++)
+                UNROLL for (int j = 0; j < T; j++) add(j, Unit<FORMAT>(row[j] + u * UNIT_BYTES<FORMAT>), u);
+            if (rest)
+                UNROLL for (int j = 0; j < T; j++)
+                    add(j, Unit<FORMAT>(Rest<FORMAT>(row[j] + units * UNIT_BYTES<FORMAT>, rest).bytes), units);
+            UNROLL for (int j = 0; j < T; j++)
+                UNROLL for (int r = 0; r < R; r++) sums[r][i + j] = a[j][r] + b[j][r];
         }
         UNROLL for (int r = 0; r < R; r++) store(out + r * BLOCK + t, sum_each(sums[r]));
     }

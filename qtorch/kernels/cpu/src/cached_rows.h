@@ -118,6 +118,8 @@ INLINE Floats halves(const uint16_t* p) {
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__AVX2__) && defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
     Floats v;
     for (int i = 0; i < LANES; i++) v[i] = half_to_float(p[i]);

@@ -17,6 +17,7 @@
 #include "int_dot.h"
 #include "int_row.h"
 #include "int_tile.h"
+#include "low_rank.h"
 #include "quantize_matrix.h"
 #include "quantize_tokens.h"
 #include "vectors.h"
@@ -322,6 +323,11 @@ EXPORT void qtorch_block_product(const operand::BlockProduct* call) {
 
 EXPORT void qtorch_scale_sums(const operand::ScaleSums* call) {
     operand::scale_sums(*call);
+}
+
+// See low_rank.h.
+EXPORT void qtorch_low_rank_mm(const LowRank* call) {
+    add_low_rank(*call);
 }
 
 // See adam.h.

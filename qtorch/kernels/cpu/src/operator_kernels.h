@@ -8,6 +8,7 @@
 
 #include "attention_softmax.h"
 #include "cpu_features.h"
+#include "low_rank.h"
 #include "operator_variants.h"
 #include "torch_abi.h"
 
@@ -19,6 +20,7 @@ struct Kernels {
     int64_t (*int8_mm)(const IntCall*) = nullptr;
     int64_t (*embed)(const EmbedCall*) = nullptr;
     void (*attention)(const attention::Attention*) = nullptr;
+    void (*low_rank_mm)(const LowRank*) = nullptr;
     Variants variants;
     bool copies = false;  // whether Python may keep dequantized copies of weights
 };
@@ -44,6 +46,7 @@ inline void use(const std::string& path, const std::string& name, const std::str
     find("qtorch_int8_mm", next->int8_mm);
     find("qtorch_embed", next->embed);
     find("qtorch_attention", next->attention);
+    find("qtorch_low_rank_mm", next->low_rank_mm);
     next->instruction_set = name;
     // As in ../variants.py: choices measured on a processor of this vendor count more, and those for Arm are another's.
     std::string measured = name == "dotprod" || name == "i8mm" ? "avx2_vnni" : name;

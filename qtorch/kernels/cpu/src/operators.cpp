@@ -47,8 +47,8 @@ int64_t choose(const Kernels& kernels, int64_t type, const Weight& w, int64_t ro
 }
 
 // x (M, K) as kernels read it, copied into `memory` if its rows are not, and whether they can.
-bool read_input(const Tensor& x, std::vector<char>* memory, Input* input) {
-    if (x.dim != 2) refuse("x is a matrix (M, K), got shape " + x.text());
+bool read_input(const Tensor& x, std::vector<char>* memory, Input* input, const char* name = "x") {
+    if (x.dim != 2) refuse(std::string(name) + " is a matrix, got shape " + x.text());
     if (x.type > UINT8 || !x.sizes[1]) return false;
     int64_t rows = x.sizes[0], k = x.sizes[1], size = size_of(x.type);
     *input = {x.data, x.type, x.strides[0], rows};
@@ -170,6 +170,29 @@ bool embedding(const Arguments& arguments, const Kernels& kernels, Value* result
     return true;
 }
 
+bool low_rank_mm(const Arguments& arguments, const Kernels& kernels, Value* result) {
+    enum { Y, X, DOWN, UP };
+    Tensor y = arguments.tensor(Y, "y"), x = arguments.tensor(X, "x"), down = arguments.tensor(DOWN, "down"), up = arguments.tensor(UP, "up");
+    LowRank call;
+    Input read;
+    std::vector<char> memory[4];
+    if (!read_input(y, &memory[Y], &read, "y") || !read_input(x, &memory[X], &call.x) || !read_input(down, &memory[DOWN], &call.down, "down") ||
+        !read_input(up, &memory[UP], &call.up, "up") || !is_float(y.type) || !is_float(x.type))
+        return false;
+    int64_t m = y.sizes[0], n = y.sizes[1], size = size_of(y.type);
+    auto is_half = [](const Tensor& t) { return t.type == BFLOAT16 || t.type == FLOAT16; };
+    if (!x.has_shape(m, down.sizes[1]) || !up.has_shape(n, down.sizes[0]) || !is_half(down) || !is_half(up))
+        refuse("takes factors (R, " + std::to_string(x.sizes[1]) + ") and (" + std::to_string(n) + ", R) in 16 bits, got " +
+               down.text() + " and " + up.text());
+    Result out({m, n}, y.type);
+    for (int64_t i = 0; i < m; i++) memcpy((char*)out.data + i * n * size, read.part(i, 1).data, n * size);
+    call.k = x.sizes[1], call.y = {out.data, y.type, n, nullptr}, call.threads = thread_count();
+    kernels.low_rank_mm(&call);
+    note("cpu_low_rank_mm", kernels);
+    *result = out.release();
+    return true;
+}
+
 // Keys or values in floating point.
 attention::Cached cached(const Tensor& t) {
     int64_t size = size_of(t.type);
@@ -243,6 +266,7 @@ Operator operators[] = {
      "-> Tensor",
      float_attention,
      nullptr},
+    {"qtorch::cpu_low_rank_mm", "cpu_low_rank_mm(Tensor y, Tensor x, Tensor down, Tensor up) -> Tensor", low_rank_mm, nullptr},
 };
 constexpr int COUNT = sizeof operators / sizeof *operators;
 
@@ -262,7 +286,7 @@ void boxed(Value* stack, uint64_t, uint64_t) {
     stack[0] = result;
 }
 
-constexpr torch_abi::Kernel KERNELS[] = {boxed<0>, boxed<1>, boxed<2>, boxed<3>};
+constexpr torch_abi::Kernel KERNELS[] = {boxed<0>, boxed<1>, boxed<2>, boxed<3>, boxed<4>};
 static_assert(sizeof KERNELS / sizeof *KERNELS == COUNT, "each operator has a function");
 
 // Registrations last as long as the process.
