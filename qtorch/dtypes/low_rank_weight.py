@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.low_rank import HALVES, cpu_low_rank_mm
-from ..kernels.registry import to_rows
+from ..kernels.registry import from_rows, to_rows
 from ..primitives import is_compiling, jsonable
 from ..primitives.layouts.base import Form, Forms, check_inner_tensors
 from . import base, matrix_weight, views
@@ -223,4 +223,4 @@ def add_branch(y: Tensor, input: Tensor, weight: LowRankWeight) -> Tensor:
     else:
         down, up = weight.down.to(y.dtype), weight.up.to(y.dtype)
         rows = rows.addmm_(torch.nn.functional.linear(x, down), up.t())
-    return rows if y.dim() == 2 else rows.view(y.shape)
+    return from_rows(rows, input, None)
