@@ -36,8 +36,12 @@ RECIPES = {
     qtorch.float8_dynamic_activation_float8_weight(): ("float8_scaled_mm", ROWWISE),
     qtorch.float8_dynamic_activation_float8_weight(qtorch.PerTensor()): ("float8_scaled_mm", None),
     qtorch.float8_dynamic_activation_float8_weight(PerBlock((64, 64))): ("tile_scaled_mm", ["cuda_quantize_tilewise"]),
-    qtorch.float8_weight_only(): ("weight_only_mm", None),
-    qtorch.nf4_weight_only(): ("lut_weight_mm", None),
+    qtorch.float8_weight_only(): ("cuda_number_mm", []),
+    qtorch.mxfp4_weight_only(): ("cuda_number_mm", []),
+    qtorch.nvfp4_weight_only(): ("cuda_number_mm", None),
+    qtorch.nf4_weight_only(): ("cuda_number_mm", None),
+    qtorch.nf4_weight_only(double_quantize=False): ("cuda_number_mm", []),
+    qtorch.lut_weight_only(): ("lut_weight_mm", None),
     qtorch.vector_codebook_weight_only(): ("cuda_vector_codebook_mm", []),
 }
 

@@ -1,4 +1,4 @@
-"""Weight-only linear on CUDA, by Triton: integer weights of 1 to 8 bits, plain or packed, and vectors in bytes.
+"""Weight-only linear on CUDA, by Triton: integers, small floats and tables of 1 to 8 bits, and vectors in bytes.
 
     y[m, n] = sum_k x[m, k] * dequantize(w)[n, k] + bias[n]
 
@@ -9,9 +9,13 @@ of the computation.
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...primitives import CodebookSpec, QuantSpec, Scheme, qdtype
+from ...primitives.qdtype import QDTYPES
 from .. import custom_ops, features, registry
+from ..cpu import code_values
 from ..linear import vector_codebook
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, from_rows, needs_clear_width, needs_floats, needs_matrix, needs_rows, register, to_rows
@@ -69,6 +73,64 @@ def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     fused, bias = registry.split_bias(bias, x, weight.scheme.shape[0])
     y = cuda_weight_mm(to_rows(x), *weight_arguments(weight), fused)
     return from_rows(y, x, bias)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(name: str, size: int, device: torch.device) -> Tensor:
+    """The numbers of codes 0, 1, ... in fp32, and zeros up to `size` of them; the name is as in `_name_of`."""
+    if name in QDTYPES:
+        kind = qdtype(name)
+        codes = torch.arange(2**kind.bits, dtype=torch.uint8, device=device)
+        numbers = kind.decode(codes.view(kind.storage))
+    else:
+        numbers = torch.tensor([float(number) for number in name.split()], dtype=torch.float32, device=device)
+    return torch.nn.functional.pad(numbers, (0, size - len(numbers)))
+
+
+def _name_of(spec: QuantSpec | CodebookSpec) -> str:
+    """What the codes stand for: the name of a type, or the numbers of a table."""
+    return " ".join(map(repr, spec.table or ())) if isinstance(spec, CodebookSpec) else spec.dtype.name
+
+
+def _stored_in(scheme: Scheme) -> str:
+    """The type of the stored elements, as integers."""
+    return "uint8" if scheme.layout.packed_axis is None else f"uint{scheme.weight.dtype.bits}"
+
+
+_name_of._dynamo_marked_constant = _stored_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@custom_ops.opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
+def cuda_number_mm(x: Tensor, qdata: Tensor, scale: Tensor, dtype: str, numbers: str, bias: Tensor | None) -> Tensor:
+    """`cuda_weight_mm` of elements in `dtype`, a type of integers, that stand for numbers of a table."""
+    from .triton.intx_weight_mm import intx_weight_mm
+
+    scale = scale.float() if scale.element_size() == 1 else scale
+    table = _numbers(numbers, 2 ** qdtype(dtype).bits, x.device)
+    return intx_weight_mm(x, qdata.view(torch.uint8), scale, table, dtype, 0.0, "TABLE", bias)
+
+
+def _supports_numbers(problem: Problem) -> str | None:
+    weight = problem.scheme.weight
+    known: Any = weight.table if isinstance(weight, CodebookSpec) else weight.dtype.name in code_values.FLOATS
+    if not known or weight.has_zero_point:
+        return "takes small floats, or a table that all blocks share, without zero points"
+    largest = max(map(abs, known if isinstance(weight, CodebookSpec) else weight.code_range))
+    if problem.dtype is torch.float16 and largest > torch.finfo(torch.float16).max:
+        return "has numbers that fp16 does not have, before they are scaled"
+    return _supports(problem)
+
+
+@register(
+    "linear", layout=("plain", "packed"), spec=None, activation=(), device="cuda", priority=30,
+    supports=_supports_numbers, name="cuda_number_mm",
+)  # fmt: skip
+def linear_of_numbers(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear with small floats, or a table that all blocks share."""
+    scheme = weight.scheme
+    fused, bias = registry.split_bias(bias, x, scheme.shape[0])
+    codes = weight.qdata, weight.dense_scale(), _stored_in(scheme), _name_of(scheme.weight)
+    return from_rows(cuda_number_mm(to_rows(x), *codes, fused), x, bias)
 
 
 @custom_ops.opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))

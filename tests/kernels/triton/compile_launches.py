@@ -74,7 +74,8 @@ def weight_product(
     m: int, n: int, k: int, bits: int, groups: int, dtype: torch.dtype = BF16, domain: str = "INT"
 ) -> Callable[[], Any]:
     x, scale = torch.ones(m, k, dtype=dtype), torch.ones(n, groups, dtype=BF16)
-    zero = scale if domain == "FLOAT" else None if domain == "NONE" else codes(n, groups)
+    zeros = {"FLOAT": scale, "NONE": None, "TABLE": torch.ones(2**bits)}
+    zero = zeros.get(domain, codes(n, groups))
     return lambda: intx_weight_mm(x, stored(n, k, bits), scale, zero, f"uint{bits}", 8.0, domain)
 
 
@@ -126,6 +127,9 @@ def typical() -> Iterator[Launch]:
     rows = LaunchConfig(8, 32, 128, path="rows")
     yield Launch("int4 rows sm_90", weight_product(1, 256, 4096, 4, 32), rows)
     yield Launch("int8 rows sm_80", weight_product(1, 256, 4096, 8, 32, domain="NONE"), rows, 80)
+    yield Launch("table large sm_90", weight_product(128, 256, 1024, 4, 8, domain="TABLE"), LaunchConfig(128, 128, 64))
+    yield Launch("float8 weight sm_90", weight_product(16, 256, 1024, 8, 8, domain="TABLE"), wide)
+    yield Launch("table rows sm_80", weight_product(1, 256, 4096, 4, 32, domain="TABLE"), rows, 80)
     for capability in (90, 80):
         call = grouped_product(16, 256, 1024, 4, 8, zero=False)
         yield Launch(f"int4 grouped sm_{capability}", call, LaunchConfig(16, 64, 128), capability)
@@ -212,7 +216,7 @@ def every() -> Iterator[Launch]:
                 yield Launch(f"{name} {about}", call)
             variants = [LaunchConfig(16, 64, 64, split_k=2, path="mm"), LaunchConfig(path="dense")]
             for config in variants + [LaunchConfig(8, 16, 64, path="rows")]:
-                for domain, dtype in (("INT", BF16), ("FLOAT", FP32)):
+                for domain, dtype in (("INT", BF16), ("FLOAT", FP32), ("TABLE", BF16)):
                     call = weight_product(m, n, k, bits, groups, dtype, domain)
                     yield Launch(f"intx_weight_mm {about} {config.path} {domain}", call, config)
 

@@ -5,12 +5,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import qtorch
 from qtorch import PerGroup, PerRow, PerTensor, QuantSpec, ZeroPointDomain, compute_error
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
-from qtorch.kernels.cuda.weight_only import weight_arguments
+from qtorch.kernels.cuda.weight_only import linear_of_numbers, weight_arguments
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.quantize import quantize_input
 from tests.fast_part import matrix_but
@@ -88,6 +89,36 @@ def test_dtypes_and_domains(dtype, variant, device):
         specs += [QuantSpec(kind, PerGroup(8), ASYMMETRIC, FRACTIONAL) for kind in ("uint4", "int8")]
     for spec in specs:
         check(x, weight(spec, 20, 256, variant, device, dtype), variant, bias)
+
+
+NUMBERS = {
+    "table": qtorch.nf4_weight_only(32, double_quantize=False),
+    "two levels of scales": qtorch.nvfp4_weight_only(),
+    "powers of two": qtorch.mxfp4_weight_only(),
+    "6 bits": qtorch.fpx_weight_only(3, 2),
+    "3 bits": qtorch.fpx_weight_only(2, 0),
+    "8 bits": qtorch.float8_weight_only(),
+    "8 bits, groups": qtorch.mxfp8_weight_only(),
+}
+
+
+@pytest.mark.parametrize("variant", [name for name, variant in VARIANTS.items() if variant.activation is None])
+@pytest.mark.parametrize("dtype", matrix_but((torch.float16,), LEAST))
+def test_numbers_of_a_table(dtype, variant, device):
+    """Tables and small floats; also of a size whose groups straddle segments."""
+    config = VARIANTS[variant].config
+    for name, recipe in NUMBERS.items():
+        for n, k in ((20, 256), (33, 160)):
+            x, bias = torch.randn(1 if variant == "rows" else 19, k, device=device).to(dtype), torch.randn(n).to(dtype)
+            of_numbers, bias = recipe.apply(torch.randn(n, k).to(dtype)).to(device), bias.to(device)
+            with forced(config), record_kernels() as ran:
+                y = linear_of_numbers(x, of_numbers, bias)
+            assert ran[-1:] == [f"triton.intx_weight_mm.{config.path}"]
+            assert y.dtype == dtype
+            assert compute_error(reference.linear(x, of_numbers, bias), y) > LEAST[dtype], name
+    codes, one = torch.zeros(4, 20, dtype=torch.uint8, device=device), torch.ones(4, 1, device=device)
+    with pytest.raises(ValueError, match=r"the table must have shape \(16,\)"):
+        intx_weight_mm(x[:, :40], codes, one, one[:, 0], "uint4", 0.0, "TABLE")
 
 
 @every_variant

@@ -7,12 +7,22 @@ import torch
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, BlockSparseLayout, PackedLayout, PerBlock, PerGroup, PerRow, PerTensor
+from qtorch.dtypes import LUTQuantizedTensor
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear import reference
 from qtorch.kernels.linear.block_sparse import block_sparse_int8_scaled_mm, block_sparse_weight_only_mm
 from qtorch.kernels.registry import Problem, kernels
-from qtorch.primitives import LinearSpec, MappingType, QuantSpec, ZeroPointDomain, compute_error, prune_blocks
+from qtorch.primitives import (
+    CodebookSpec,
+    LinearSpec,
+    MappingType,
+    QuantSpec,
+    ZeroPointDomain,
+    compute_error,
+    prune_blocks,
+)
+from tests import every_recipe
 from tests.fast_part import matrix_but
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
@@ -23,6 +33,9 @@ NEED_A_GPU = ("float8_scaled_mm", "semi_sparse_float8_scaled_mm")
 OF_BLOCKS = ("cuda_block_sparse_int8_mm", "cuda_block_sparse_weight_mm")
 KERNELS = {k.name: k for k in kernels("linear") if k.device == "cuda" and k.name not in (*NEED_A_GPU, *OF_BLOCKS)}
 OF_QTORCH = ("cuda_int8_mm", "cuda_weight_mm")
+LEAST_TAKEN = {"cuda_int8_mm": 10, "cuda_weight_mm": 10, "cuda_number_mm": 20}
+TABLES = [every_recipe.make(name, group_size=32).linear_spec() for name in ("nf4_weight_only", "gguf_iq4_nl")]
+TABLES.append(LinearSpec(CodebookSpec("uint3", PerGroup(48), table=(-3.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 2.0))))
 
 FLOAT8 = QuantSpec("float8_e4m3fn", PerGroup(64), zero_point_domain=ZeroPointDomain.NONE, scale_dtype=torch.float32)
 EXTRA_SCHEMES = {"float8 tiles": LinearSpec(replace(FLOAT8, granularity=PerBlock((10, 64))), FLOAT8)} | {
@@ -46,6 +59,7 @@ def test_against_the_reference(name, dtype, device):
     kernel, taken = KERNELS[name], 0
     x, bias = torch.randn(2, 3, 192, device=device).to(dtype), torch.randn(20, device=device).to(dtype)
     extra = [named for scheme, spec in EXTRA_SCHEMES.items() for named in in_every_layout(scheme, spec, dtype, 20)]
+    extra += [(str(spec), LUTQuantizedTensor.from_float(torch.randn(20, 192).to(dtype), spec)) for spec in TABLES]
     for scheme, weight in weights_of_every_scheme(dtype, 20) + extra:
         if kernel.rejects(Problem("linear", weight.scheme, dtype, "cuda")) is not None:
             continue
@@ -61,9 +75,9 @@ def test_against_the_reference(name, dtype, device):
             assert torch.equal(y, expected), scheme
         else:
             assert compute_error(expected, y) > LEAST[dtype], scheme
-        if name in OF_QTORCH:
+        if name in LEAST_TAKEN:
             assert ran[-1].startswith("triton.")
-    assert taken >= (10 if name in OF_QTORCH else 1)
+    assert taken >= LEAST_TAKEN.get(name, 1)
 
 
 @pytest.mark.parametrize("name", OF_QTORCH)
@@ -115,17 +129,25 @@ def test_operators_are_well_formed_and_compiled(device):
     }.items():
         torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)
     # One graph, with the operators in it as they are.
-    weight = AffineQuantizedTensor.from_float(torch.randn(8, 64), LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN))
-    weight = weight.to(device)
-    run = lambda x: KERNELS["cuda_int8_mm"].function(x, weight, None)  # noqa: E731
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True), forced(LaunchConfig(16, 32, 32)):
-        for rows in (5, 3, 20):
-            x = torch.randn(rows, 64, device=device)
-            with record_kernels() as ran:
-                y = compiled(x)
-            assert "triton.int8_grouped_mm" in ran
-            assert torch.equal(y, run(x))
+    spec = LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN)
+    of_codes = AffineQuantizedTensor.from_float(torch.randn(8, 64), spec)
+    of_table = every_recipe.make("nf4_weight_only", group_size=32).apply(torch.randn(8, 64))
+    of_floats = every_recipe.make("mxfp4_weight_only").apply(torch.randn(8, 64))
+    for name, launched, weight in (
+        ("cuda_int8_mm", "triton.int8_grouped_mm", of_codes.to(device)),
+        ("cuda_number_mm", "triton.intx_weight_mm", of_table.to(device)),
+        ("cuda_number_mm", "triton.intx_weight_mm", of_floats.to(device)),
+    ):
+        run = lambda x, name=name, weight=weight: KERNELS[name].function(x, weight, None)  # noqa: E731
+        torch._dynamo.reset()
+        compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+        with torch._dynamo.config.patch(error_on_recompile=True), forced(LaunchConfig(16, 32, 32)):
+            for rows in (5, 3, 20):
+                x = torch.randn(rows, 64, device=device)
+                with record_kernels() as ran:
+                    y = compiled(x)
+                assert launched in ran
+                assert torch.equal(y, run(x))
 
 
 REAL_ZERO = QuantSpec("uint4", PerGroup(64), ASYMMETRIC, ZeroPointDomain.FLOAT, preserve_zero=False)

@@ -60,7 +60,7 @@ def _experts_weight_mm(
         tl.zeros([BLOCK_N, BLOCK_M], tl.float32),
         x_ptr + (rows // share)[None, :] * stride_xm + inner[:, None] * stride_xk, valid[None, :],
         q_ptr + n_in[:, None] * stride_qn + inner[None, :],
-        scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, inner, tl.zeros([1], tl.int32), 0, K, G,
+        scale_ptr + n_in * stride_sn, zero_ptr + n_in * stride_zn, zero_ptr, inner, tl.zeros([1], tl.int32), 0, K, G,
         stride_xk, stride_sg, stride_zg, GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION,
         ASM, 2, BLOCK_K, 1,
     )  # fmt: skip

@@ -1,10 +1,11 @@
-"""Weight-only product: a floating-point activation and integer codes of 1 to 8 bits, 1 to 7 of them packed.
+"""Weight-only product: a floating-point activation and codes of 1 to 8 bits, 1 to 7 of them packed.
 
     y[m, n] = sum_k x[m, k] * w[n, k] + bias[n]
 
     w[n, k] = (q - z) * s             with z and s of the group of k,    z = 0 without zero points        (ZERO 1)
     w[n, k] = (q - middle) * s + z    with z added to scaled codes, FLOAT; in the OFFSET domain, middle = 0    (2)
     w[n, k] = q * s - z * s           with z a code that is a real number, FRACTIONAL                          (3)
+    w[n, k] = table[q] * s            with the numbers that codes stand for: tables, small floats             (-1)
 
 Three variants, chosen by M in the launch configuration:
 
@@ -37,7 +38,7 @@ from .launch import (
     power_of_two_in,
     without_terms,
 )
-from .unpack import dequantize, unpack_floats
+from .unpack import dequantize, unpack_floats, unpack_tile
 
 CANDIDATES = [
     *(
@@ -85,7 +86,7 @@ def _of_segments(rows, k, K, G, stride, GROUP: tl.constexpr, SEGMENTS: tl.conste
 
 @triton.jit
 def weight_products(
-    acc, x_ptrs, rows_in, q_ptrs, scale_rows, zero_rows, inner, start, part_number, K, G,
+    acc, x_ptrs, rows_in, q_ptrs, scale_rows, zero_rows, table_ptr, inner, start, part_number, K, G,
     stride_xk, stride_sg, stride_zg,
     GROUP: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr, ZERO: tl.constexpr,
     ONE_GROUP: tl.constexpr, EVEN: tl.constexpr, SCALE_PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
@@ -93,9 +94,9 @@ def weight_products(
 ):  # fmt: skip
     """`acc` plus a tile of y', in fp32, of part number `part_number` of SPLIT_K of the contracted axis, STEP columns of
     a segment at a time. The pointers are those of the rows of a tile: `x_ptrs` (columns, rows) and `q_ptrs` (rows,
-    columns) at the first columns, `scale_rows` and `zero_rows` (rows) at the first group; `inner` (columns) counts the
-    columns of a step, `start` (1) is the first; `rows_in` (1, rows) says which rows of x there are. All may have a
-    leading axis of tiles that divide the step."""
+    columns) at the first columns, `scale_rows` and `zero_rows` (rows) at the first group, `table_ptr` at code 0;
+    `inner` (columns) counts the columns of a step, `start` (1) is the first; `rows_in` (1, rows) says which rows of x
+    there are. All may have a leading axis of tiles that divide the step."""
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     UNITS: tl.constexpr = 1 if BITS == 8 else 4 if BITS >= 4 else 2 if BITS >= 2 else 1
     SEGMENTS: tl.constexpr = 1 if BITS == 8 else 8 // UNITS
@@ -106,7 +107,7 @@ def weight_products(
     g = first % tiles * STEP
     if ONE_GROUP:
         next_scales = _of_segments(scale_rows, unit * SEGMENTS * G + g + start, K, G, stride_sg, GROUP, SEGMENTS)
-        if ZERO:
+        if ZERO > 0:
             next_zeros = _of_segments(zero_rows, unit * SEGMENTS * G + g + start, K, G, stride_zg, GROUP, SEGMENTS)
     for _ in range(first, min(first + part, tiles * UNITS)):
         in_segment = g + inner < G
@@ -117,7 +118,7 @@ def weight_products(
         if ONE_GROUP:
             scales = next_scales
             next_scales = _of_segments(scale_rows, unit * SEGMENTS * G + g + start, K, G, stride_sg, GROUP, SEGMENTS)
-            if ZERO:
+            if ZERO > 0:
                 zeros = next_zeros
                 next_zeros = _of_segments(zero_rows, unit * SEGMENTS * G + g + start, K, G, stride_zg, GROUP, SEGMENTS)
         for s in tl.static_range(SEGMENTS):
@@ -126,12 +127,12 @@ def weight_products(
             x = tl.load(x_ptrs + k * stride_xk, mask=x_in, other=0.0)
             if ONE_GROUP:
                 scale = tl.expand_dims(scales[s], -1).to(tl.float32)
-                if ZERO:
+                if ZERO > 0:
                     zero = tl.expand_dims(zeros[s], -1).to(tl.float32)
             else:
                 group = tl.expand_dims(tl.minimum(k + inner, K - 1) // GROUP, -2)
                 scale = tl.load(tl.expand_dims(scale_rows, -1) + group * stride_sg).to(tl.float32)
-                if ZERO:
+                if ZERO > 0:
                     zero = tl.load(tl.expand_dims(zero_rows, -1) + group * stride_zg).to(tl.float32)
             if ZERO == 3:
                 zero = -(zero * scale)
@@ -141,7 +142,11 @@ def weight_products(
                 code_zero = tl.full([1, 1], OFFSET + MIDDLE, dtype)
             else:
                 code_zero = tl.full([1, 1], OFFSET, dtype)
-            w = unpack_floats(q_ptrs + at, mask, G, in_unit, s, code_zero, ZERO, BITS, not EVEN, ASM, PACK, dtype)
+            if ZERO == -1:
+                codes = unpack_tile(q_ptrs + at, mask, G, in_unit, s, BITS, not EVEN)
+                w = tl.load(table_ptr + codes.to(tl.int32)).to(dtype)
+            else:
+                w = unpack_floats(q_ptrs + at, mask, G, in_unit, s, code_zero, ZERO, BITS, not EVEN, ASM, PACK, dtype)
             if SCALE_PRODUCT:
                 acc += tl.dot(w, x, input_precision=PRECISION) * scale
             else:
@@ -183,7 +188,7 @@ def _weight_mm(
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_xm + inner[:, None] * stride_xk
     acc = weight_products(
         tl.zeros([BLOCK_N, BLOCK_M], tl.float32), x_ptrs, (m < M)[None, :], q_ptrs, scale_ptr + n_in * stride_sn,
-        zero_ptr + n_in * stride_zn, inner, tl.zeros([1], tl.int32), tl.program_id(2), K, G,
+        zero_ptr + n_in * stride_zn, zero_ptr, inner, tl.zeros([1], tl.int32), tl.program_id(2), K, G,
         stride_xk, stride_sg, stride_zg, GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION,
         ASM, 2, BLOCK_K, SPLIT_K,
     )  # fmt: skip
@@ -223,7 +228,7 @@ def _weight_rows(
         tl.zeros([PARTS, BLOCK_N, BLOCK_M], tl.float32),
         x_ptr + m[None, None, :].to(tl.int64) * stride_xm + inner[:, :, None] * stride_xk, (m < M)[None, None, :],
         q_ptr + n_in[None, :, None] * stride_qn + inner[:, None, :],
-        scale_ptr + n_in[None, :] * stride_sn, zero_ptr + n_in[None, :] * stride_zn, inner, start, 0, K, G,
+        scale_ptr + n_in[None, :] * stride_sn, zero_ptr + n_in[None, :] * stride_zn, zero_ptr, inner, start, 0, K, G,
         stride_xk, stride_sg, stride_zg, GROUP, BITS, OFFSET, MIDDLE, ZERO, ONE_GROUP, EVEN, SCALE_PRODUCT, PRECISION,
         ASM, 4, BLOCK_K * PARTS, 1,
     )  # fmt: skip
@@ -234,7 +239,8 @@ def intx_weight_mm(
     x: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float, domain: str,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `cuda_weight_mm`; any strides."""
+    """See `cuda_weight_mm`; any strides. In the domain TABLE, the numbers of all codes (2^bits), fp32, are in place of
+    zero points."""
     op = "intx_weight_mm"
     check_matrix(op, "x", x, FLOATS)
     m, k = x.shape

@@ -124,8 +124,8 @@ class GroupedCodes:
 SMALLEST_TILE = 32
 """Of the contracted axis: with groups that allow less, scales are gathered for each code."""
 
-ZEROS = {"NONE": 0, "INT": 1, "FLOAT": 2, "OFFSET": 2, "FRACTIONAL": 3}
-"""ZERO of the kernels by the name of a `ZeroPointDomain`; see `intx_weight_mm`."""
+ZEROS = {"NONE": 0, "INT": 1, "FLOAT": 2, "OFFSET": 2, "FRACTIONAL": 3, "TABLE": -1}
+"""ZERO of the kernels by the name of a `ZeroPointDomain`, or of a table in its place; see `intx_weight_mm`."""
 
 
 class WeightArguments(GroupedCodes):
@@ -137,12 +137,14 @@ class WeightArguments(GroupedCodes):
     ) -> None:  # fmt: skip
         if domain not in ZEROS:
             raise ValueError(f"{op} takes a domain of {list(ZEROS)}, got {domain!r}")
-        super().__init__(op, k, qdata, scale, zero_point, dtype, 1)
+        table = zero_point if domain == "TABLE" else None
+        super().__init__(op, k, qdata, scale, zero_point if table is None else None, dtype, 1)
+        check_shape(op, "the table", table, (2**self.bits,))
         zero = ZEROS[domain] if zero_point is not None else 0
         zero_point = scale if zero_point is None else zero_point
         self.pointers = (self.qdata, scale, zero_point)
         self.sizes = (k, self.segment)
-        of_zeros = (row_step(zero_point), zero_point.stride(1))
+        of_zeros = (0, 0) if table is not None else (row_step(zero_point), zero_point.stride(1))
         self.steps = (self.qdata.stride(0), row_step(scale), scale.stride(1), *of_zeros)
         self.numerics = {
             # A row in one group is any group that is long enough: kernels are compiled for each size.

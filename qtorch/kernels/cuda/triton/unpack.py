@@ -190,9 +190,11 @@ def _dequantize(
             k = (unit * SEGMENTS + s) * G
             group = tl.minimum(k + runs, K - 1) // GROUP
             scale = tl.load(scale_ptr + n_in * stride_sn + group * stride_sg).to(tl.float32)
-            if ZERO:
+            if ZERO > 0:
                 zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg).to(tl.float32)
-            if ZERO == 1:
+            if ZERO == -1:
+                w = tl.load(zero_ptr + codes.to(tl.int32)).to(tl.float32) * scale
+            elif ZERO == 1:
                 w = to_float(codes, zero + OFFSET, BITS, tl.float32) * scale
             elif ZERO == 3:
                 w = (to_float(codes, OFFSET, BITS, tl.float32) - zero) * scale
