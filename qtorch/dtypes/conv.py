@@ -20,8 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.conv import CONVOLUTIONS, Size, Window, from_matrix, multiply_windows, prepare_conv, to_matrix, windows
-from ..kernels.conv import with_bias as with_bias
+from ..kernels.conv import (
+    CONVOLUTIONS,
+    Size,
+    Window,
+    from_matrix,
+    multiply_windows,
+    prepare_conv,
+    to_matrix,
+    windows,
+    with_bias,
+)  # fmt: skip
 from ..kernels.registry import Problem, choose
 from ..primitives import Scheme, jsonable, tracing
 from ..primitives.layouts import layout_for

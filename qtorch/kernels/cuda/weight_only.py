@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...primitives import CodebookSpec, QuantSpec, Scheme, qdtype
-from ...primitives.qdtype import QDTYPES
 from .. import custom_ops, features, registry
 from ..cpu import code_values
 from ..linear import vector_codebook
@@ -78,10 +77,8 @@ def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _numbers(name: str, size: int, device: torch.device) -> Tensor:
     """The numbers of codes 0, 1, ... in fp32, and zeros up to `size` of them; the name is as in `_name_of`."""
-    if name in QDTYPES:
-        kind = qdtype(name)
-        codes = torch.arange(2**kind.bits, dtype=torch.uint8, device=device)
-        numbers = kind.decode(codes.view(kind.storage))
+    if name in code_values.FLOATS:
+        numbers = code_values.CodeValues.of_type(name).table[0, :size].to(device)
     else:
         numbers = torch.tensor([float(number) for number in name.split()], dtype=torch.float32, device=device)
     return torch.nn.functional.pad(numbers, (0, size - len(numbers)))
@@ -107,7 +104,7 @@ def cuda_number_mm(x: Tensor, qdata: Tensor, scale: Tensor, dtype: str, numbers:
 
     scale = scale.float() if scale.element_size() == 1 else scale
     table = _numbers(numbers, 2 ** qdtype(dtype).bits, x.device)
-    return intx_weight_mm(x, qdata.view(torch.uint8), scale, table, dtype, 0.0, "TABLE", bias)
+    return intx_weight_mm(x, qdata.view(torch.uint8), scale, table, dtype, 0.0, code_values.TABLE, bias)
 
 
 def _supports_numbers(problem: Problem) -> str | None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...dtypes.conv import convolution, with_bias
+from ...dtypes.conv import convolution
 from ...dtypes.products import Product, batched, einsum_by
-from ...kernels.conv import Size, Window, both_ends, multiply_windows, per_axis, to_matrix
+from ...kernels.conv import Size, Window, both_ends, multiply_windows, per_axis, to_matrix, with_bias
 from ...primitives.affine import check_tensors
 from .contraction import contraction
 from .gemm_spec import TrainingSpec

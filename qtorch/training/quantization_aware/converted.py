@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dtypes.conv import with_bias
 from ...kernels import conv, registry
 from ...primitives import LinearSpec, QuantSpec, tracing
 from ..engine.gemm_spec import GemmSpec
@@ -153,7 +152,7 @@ class _ConvLayer:
             of_rows = x._replace(values=rows, kept=rows.shape[0], scale=scale, zero_point=zero_point)
             return multiply(of_rows, parts[group], GemmSpec(), x_hat.dtype)
 
-        return with_bias(conv.by_images(x.values, x.scale, x.zero_point, self.window, run), bias)
+        return conv.with_bias(conv.by_images(x.values, x.scale, x.zero_point, self.window, run), bias)
 
     def gradients(self, grad: Tensor, x_hat: Tensor, w_hat: Tensor, bias: Any, needed: list[bool]) -> Gradients:
         _, stride, padding, dilation, groups = self.window

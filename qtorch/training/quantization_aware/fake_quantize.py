@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ...dtypes.conv import with_bias
 from ...kernels import conv, registry
 from ...kernels.ops.quantize import dequantize_rows, quantize_static
 from ...primitives import AbsMaxRule, MinMaxRule, QuantSpec, affine, fake_quant, granularity
@@ -97,7 +96,7 @@ def fake_quantized_conv(
         return converted_linear(x.values, parts[group], None, x.codes, of_w).to(input.dtype)
 
     y = conv.multiply_windows(input, window, run)
-    return with_bias(y, bias)
+    return conv.with_bias(y, bias)
 
 
 def _conv_of_images(
