@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from benchmarks.common import interleaved_medians, machine, machine_line, save, versions, write_docs
+from benchmarks.common import instruction_set, interleaved_medians, machine, machine_line, save, versions, write_docs
 from benchmarks.peers import FLOATING, PEERS, ROW, Precision, found, share_threads
 from qtorch.kernels.cpu import compiled_library
 from qtorch.recipes.base import WeightRecipe
@@ -192,7 +192,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.06, help="of a turn")
     parser.add_argument("--quick", action="store_true", help="one small shape, two numbers of rows, short turns")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_linear_SET.json")
+    parser.add_argument(
+        "--machine", help="name in cpu_linear_NAME, of results and marks; by default the instruction set"
+    )
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_linear_NAME.json")
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/performance")
     options = parser.parse_args()
     vars(options).update(QUICK if options.quick else {})
@@ -200,10 +203,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.peers and importlib.util.find_spec("onnxruntime"):
         share_threads()
-    library = compiled_library.library()
-    instruction_set = library.instruction_set if library else "not_compiled"
     about = machine() | (versions() if options.peers else {})
-    print(machine_line(about), instruction_set)
+    print(machine_line(about), instruction_set())
     rows: list[Row] = []
     for shape, dtype in itertools.product(options.shapes, options.dtype):
         n, k = map(int, shape.split("x"))
@@ -213,7 +214,7 @@ def main() -> None:
         for name in [key for key in last[0] if key not in ("shape", "rows", "dtype", "best peer")]:
             print(f"  {name:54s}" + "".join(f"{row[name]:9.2f}" for row in last), flush=True)
     print(_slower(rows))
-    name = f"cpu_linear_{instruction_set}"
+    name = f"cpu_linear_{options.machine or instruction_set()}"
     if options.save:
         save(name, rows, about)
     if options.write_docs:

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import qtorch
-from benchmarks.common import RECIPES, machine, machine_line, save, write_docs
+from benchmarks.common import RECIPES, instruction_set, machine, machine_line, save, write_docs
 
 MODELS: dict[str, dict[str, int]] = {
     "1.1B": {
@@ -269,7 +269,8 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--llama", type=Path, help="directory with llama-bench and llama-quantize")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/generate.json")
+    parser.add_argument("--machine", help="name in generate_NAME, of results and marks; by default the instruction set")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/generate_NAME.json")
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/performance")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -279,11 +280,12 @@ def main() -> None:
     options.bandwidth = read_bandwidth(options.threads)
     about = machine() | {"read bandwidth": options.bandwidth}
     rows = measure(options)
+    name = f"generate_{options.machine or instruction_set()}"
     if options.save:
-        save("generate", rows, about)
+        save(name, rows, about)
     print(text := markdown(about, rows))
     if options.write_docs:
-        write_docs("generate", text)
+        write_docs(name, text)
 
 
 if __name__ == "__main__":

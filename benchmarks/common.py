@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import qtorch
+from qtorch.kernels.cpu import compiled_library
 from qtorch.recipes.base import WeightRecipe
 
 RESULTS = Path(__file__).parent / "results"
@@ -69,6 +70,12 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def instruction_set() -> str:
+    """Of the compiled kernels: the name of this machine in results, unless told another."""
+    library = compiled_library.library()
+    return library.instruction_set if library else "not_compiled"
 
 
 def save(name: str, rows: list[dict[str, Any]], about: dict[str, Any] | None = None) -> None:

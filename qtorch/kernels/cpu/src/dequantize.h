@@ -45,12 +45,11 @@ inline void dequantize_row(const Weight& w, int64_t n, const Output& y, int64_t 
             codes = decoded;
         }
         float* to = y.type == FLOAT32 ? (float*)y.data + m * y.n + k : row;
-        for (int64_t i = 0, g = k / w.group; i < columns; g++) {
-            int64_t left = (g + 1) * w.group - k - i, length = left < columns - i ? left : columns - i;
-            if (w.values) scale_values(w, n, codes + i, length, scale[g], to + i);
-            else dequantize_codes(codes + i, length, w.shift, zero[g], zero_is_code, scale[g], to + i);
-            i += length;
-        }
+        GroupEdge at(k, w.group);
+        if (w.values) scale_values(w, n, at, codes, columns, scale, to);
+        else each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
+            dequantize_codes(codes + i, stop - i, w.shift, zero[g], zero_is_code, scale[g], to + i);
+        });
         if (to == row) y.write(m, k, columns, row);
     }
 }

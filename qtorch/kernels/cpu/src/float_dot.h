@@ -106,20 +106,6 @@ void dot_block(const Weight& w, const Reader* readers, const int8_t* const* code
     finish_block(total, nullptr, offset, in.sums, groups, result);
 }
 
-// Where a run of codes, from column k on, goes from one group to the next.
-struct GroupEdge {
-    int64_t group, left, size;
-
-    GroupEdge(int64_t k, int64_t size_) : group(k / size_), left(size_ - k % size_), size(size_) {}
-
-    void pass(int64_t columns) {
-        left -= columns;
-        if (left) return;
-        group++;
-        left = size;
-    }
-};
-
 // The same for packed 4-bit codes, whose bytes have one code of each of two runs, K / 8 columns apart. Scales are in the
 // numbers that stand for codes.
 template <int R, int M, class Numbers>
@@ -245,21 +231,22 @@ void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) 
     bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, few = w.values_count <= 16;
     auto table = [&](int64_t n) { return w.values + n * w.values_stride; };
     auto sixteen = [&](int64_t n) { return Sixteen(table(n)); };
+    bool wide = w.values && w.group % WIDTH == 0;
     if constexpr (VECTORS<WideSixteen> > 1) {
-        bool wide = w.values && w.group % WIDTH == 0;
         if (wide && few) {
             order_columns<WideSixteen>(in.x, M * in.ld);
             auto reader = [&](int64_t n) { return WideSixteen(table(n)); };
             if (w.bits == 4 && w.group < 256 && w.k % (8 * WIDTH) == 0) return dot_rows<M, true>(w, in, y, threads, reader);
             return dot_rows<M, false>(w, in, y, threads, reader);
         }
-        if (wide && w.exponent) return dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
     }
+    if constexpr (VECTORS<WideComputed> > 1)
+        if (wide && w.exponent && !few) return dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
     if (!w.values && nibbles) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
     else if (!w.values) dot_rows<M, false>(w, in, y, threads, [](int64_t) { return IntegerCodes{}; });
     else if (nibbles) dot_rows<M, true>(w, in, y, threads, sixteen);
-    else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return ComputedCodes(w); });
     else if (few) dot_rows<M, false>(w, in, y, threads, sixteen);
+    else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return ComputedCodes(w); });
     else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{table(n)}; });
 }
 

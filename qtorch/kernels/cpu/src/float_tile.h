@@ -14,6 +14,8 @@ constexpr int TASK_ROWS = 192;
 constexpr int TILE_COLUMNS = 256;
 constexpr int TILE_LD = TILE_COLUMNS + 16;  // rows of a tile do not compete for the same lines of the cache
 constexpr int MAX_PANELS = REGISTERS == 32 ? 4 : 2;  // of x, multiplied together
+// Units of four bytes of those panels, from one column of units on, that stay in the nearest cache.
+constexpr int64_t NEAR_UNITS = 24 * 1024 / (MAX_PANELS * WIDTH);
 constexpr int64_t SUMS = REGISTERS == 32 ? 24 : 12;  // vectors of sums that registers hold
 
 // c[r, v] (+)= sum_k w[r, k] * x[v][k], a vector over the rows of a panel.
@@ -53,15 +55,18 @@ inline void multiply_panels(const float* w, int64_t rows, const float* x, int64_
         int64_t left = panels - p;
         // Five panels are better cut 3 + 2 than 4 + 1.
         int64_t v = left == MAX_PANELS + 1 ? (left + 1) / 2 : left < MAX_PANELS ? left : MAX_PANELS;
-        const float* from = x + p * panel + k * LANES;
-        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-            const float* tile = w + r * TILE_LD;
-            float* to = c + r * ldc + p * LANES;
-            if (v == 1) multiply_rows<1>(tile, from, panel, columns, to, ldc, add);
-            if (v == 2) multiply_rows<2>(tile, from, panel, columns, to, ldc, add);
-            if constexpr (MAX_PANELS == 4) {
-                if (v == 3) multiply_rows<3>(tile, from, panel, columns, to, ldc, add);
-                if (v == 4) multiply_rows<4>(tile, from, panel, columns, to, ldc, add);
+        for (int64_t i = 0; i < columns; i += NEAR_UNITS) {
+            int64_t here = columns - i < NEAR_UNITS ? columns - i : NEAR_UNITS;
+            const float* from = x + p * panel + (k + i) * LANES;
+            for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+                const float* tile = w + r * TILE_LD + i;
+                float* to = c + r * ldc + p * LANES;
+                if (v == 1) multiply_rows<1>(tile, from, panel, here, to, ldc, add || i);
+                if (v == 2) multiply_rows<2>(tile, from, panel, here, to, ldc, add || i);
+                if constexpr (MAX_PANELS == 4) {
+                    if (v == 3) multiply_rows<3>(tile, from, panel, here, to, ldc, add || i);
+                    if (v == 4) multiply_rows<4>(tile, from, panel, here, to, ldc, add || i);
+                }
             }
         }
         p += v;
@@ -78,11 +83,15 @@ INLINE void scale_codes(const int8_t* codes, int64_t count, float scale, float o
 
 inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int64_t threads) {
     static thread_local Scratch row_scratch, panel_scratch;
-    int64_t panels = (x.rows + LANES - 1) / LANES, ldc = panels * LANES;
-    float* rows = row_scratch.get<float>(x.rows * w.k);
+    int64_t panels = (x.rows + LANES - 1) / LANES, ldc = panels * LANES, ld = x.type == FLOAT32 ? x.stride : w.k;
+    const float* rows = (const float*)x.data;
+    if (x.type != FLOAT32) {
+        float* converted = row_scratch.get<float>(x.rows * w.k);
+        x.to_floats(w.k, converted, w.k, threads);
+        rows = converted;
+    }
     float* packed = panel_scratch.get<float>(ldc * w.k);
-    x.to_floats(w.k, rows, w.k, threads);
-    to_panels((const int32_t*)rows, w.k, x.rows, w.k, (int32_t*)packed, threads);
+    to_panels((const int32_t*)rows, ld, x.rows, w.k, (int32_t*)packed, threads);
     int64_t block = task_rows(w.n, x.rows <= 64 ? TILE_ROWS : TASK_ROWS, TILE_ROWS, threads);
     parallel((w.n + block - 1) / block, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, tile_scratch, scale_scratch, sum_scratch;
@@ -97,18 +106,16 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
             offsets(w, start, scale, offset, count);
             for (int64_t k = 0; k < w.k; k += TILE_COLUMNS) {
                 int64_t columns = w.k - k < TILE_COLUMNS ? w.k - k : TILE_COLUMNS;
+                const GroupEdge at(k, w.group);
                 for (int64_t r = 0; r < count; r++) {
                     prefetch_codes(w, start + r, k + columns, TILE_COLUMNS);
                     decode(w, start + r, k, columns, codes);
                     float* out = tile + r * TILE_LD;
-                    for (int64_t i = 0; i < columns;) {
-                        int64_t g = (k + i) / w.group, left = (g + 1) * w.group - k - i;
-                        int64_t length = left < columns - i ? left : columns - i;
-                        int64_t at = r * w.groups + g;
-                        if (w.values) scale_values(w, start + r, codes + i, length, scale[at], out + i);
-                        else scale_codes(codes + i, length, scale[at], offset[at], out + i);
-                        i += length;
-                    }
+                    const float *s = scale + r * w.groups, *o = offset + r * w.groups;
+                    if (w.values) scale_values(w, start + r, at, codes, columns, s, out);
+                    else each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
+                        scale_codes(codes + i, stop - i, s[g], o[g], out + i);
+                    });
                 }
                 multiply_panels(tile, round_up(count, TILE_ROWS), packed, panels, w.k, k, columns, c, ldc, k > 0);
             }

@@ -37,8 +37,8 @@ struct Columns {
 };
 
 // Each of these has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), panels that are multiplied
-// together (INT_PANELS), what is added to a code (TILE_SHIFT), whether it prefetches `Columns::next` (PREFETCHES), a decoded
-// code, a unit of a panel and how many codes it has, and
+// together (INT_PANELS) and columns of them that stay in the nearest cache (INT_NEAR), what is added to a code (TILE_SHIFT),
+// whether it prefetches `Columns::next` (PREFETCHES), a decoded code, a unit of a panel and how many codes it has, and
 //
 //     decode_row            columns of row n
 //     multiply_columns<V>   total (rows, ld) (+)= codes times V panels of x, from `p` on; up to INT_ROWS are written
@@ -48,6 +48,7 @@ constexpr int INT_ROWS = 32;
 constexpr int INT_COLUMNS = 1024;
 constexpr int INT_LD = INT_COLUMNS + 64;
 constexpr int INT_PANELS = 2;
+constexpr int64_t INT_NEAR = INT64_MAX;
 constexpr int32_t TILE_SHIFT = 0;
 constexpr bool PREFETCHES = false;
 using Code = int8_t;
@@ -140,6 +141,8 @@ INLINE Ints add_unit(Ints total, Ints codes, Ints x) { return total + multiply_p
 
 #endif
 
+constexpr int64_t INT_NEAR = NEAR_UNITS * UNIT_CODES;
+
 template <int V>
 void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
     constexpr int R = SUMS / V;
@@ -152,17 +155,23 @@ void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x,
         a.each_run([&](int64_t first, int64_t column, int64_t count) {
             const Code* codes = a.codes + row * a.ld + first;
             const Unit* b = (const Unit*)x.data + p * x.panel + column / UNIT_CODES * LANES;
-            for (int64_t k = 0; k < (count + UNIT_CODES - 1) / UNIT_CODES; k++) {
-                // A line or two at a time: many prefetches at once delay the loads that are needed now.
-                UNROLL for (int i = 0; i < R; i += 16)
-                    if (a.next) a.next->prefetch_next();
+            auto step = [&](int64_t k) {
                 Ints xs[V];
                 UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(b + v * x.panel + k * LANES);
                 UNROLL for (int r = 0; r < R; r++) {
                     Ints c = Ints{} + load<int32_t>(codes + r * INT_LD + UNIT_CODES * k);
                     UNROLL for (int v = 0; v < V; v++) total[r][v] = add_unit(total[r][v], c, xs[v]);
                 }
+            };
+            int64_t k = 0, units = (count + UNIT_CODES - 1) / UNIT_CODES;
+            for (; k + 2 <= units; k += 2) {
+                // A line or two at a time: many prefetches at once delay the loads that are needed now.
+                UNROLL for (int i = 0; i < R; i += 8)
+                    if (a.next) a.next->prefetch_next();
+                step(k);
+                step(k + 1);
             }
+            if (k < units) step(k);
         });
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < V; v++) store(to + r * ld + v * LANES, total[r][v]);
@@ -175,6 +184,7 @@ constexpr int INT_ROWS = 96;
 constexpr int INT_COLUMNS = TILE_COLUMNS;  // sums of so many products stay within 2^24
 constexpr int INT_LD = TILE_LD;
 constexpr int INT_PANELS = MAX_PANELS;
+constexpr int64_t INT_NEAR = INT_COLUMNS;
 constexpr int32_t TILE_SHIFT = 0;
 constexpr bool PREFETCHES = false;
 using Code = float;

@@ -17,17 +17,17 @@ inline IntPanels int_panels(const Weight& w, const Codes& x, int64_t threads) {
     static thread_local Scratch row_scratch, panel_scratch, group_scratch;
     int64_t rows = x.rows + (x.zero ? 1 : 0), count = (rows + LANES - 1) / LANES, lanes = count * LANES;
     int32_t* sums = group_scratch.get<int32_t>(w.groups * lanes);
-    parallel_for(has_zeros(w, x) ? w.groups : 0, threads, [&](int64_t g) {
-        for (int64_t m = 0; m < lanes; m++) {
-            int32_t total = m < x.rows ? sum_codes(x.codes + m * x.ld + g * w.group, w.group) : 0;
-            sums[g * lanes + m] = total - (m < x.rows && x.zero ? (int32_t)w.group * x.zero[m] : 0);
-        }
-    });
+    bool sums_wanted = has_zeros(w, x);
     // Rows, and one of ones, are padded to whole units.
     using Part = std::conditional_t<UNIT_CODES == 4, int8_t, std::conditional_t<UNIT_CODES == 2, int16_t, float>>;
     int64_t ld = round_up(w.k, 64), units = ld / UNIT_CODES;
     Part* codes = row_scratch.get<Part>(rows * ld);
-    parallel_for(rows, threads, [&](int64_t m) {
+    parallel_for(lanes, threads, [&](int64_t m) {
+        for (int64_t g = 0; sums_wanted && g < w.groups; g++) {
+            int32_t total = m < x.rows ? sum_codes(x.codes + m * x.ld + g * w.group, w.group) : 0;
+            sums[g * lanes + m] = total - (m < x.rows && x.zero ? (int32_t)w.group * x.zero[m] : 0);
+        }
+        if (m >= rows) return;
         Part* row = codes + m * ld;
         for (int64_t k = 0; k < w.k; k++) row[k] = m < x.rows ? x.codes[m * x.ld + k] : 1;
         memset(row + w.k, 0, (ld - w.k) * sizeof *row);
@@ -160,31 +160,20 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
                     decode_row(w, start + r, k, columns, decoded + r * INT_LD);
                 }
                 const Code* codes = whole ? (const Code*)(w.codes + start * w.row_bytes) : decoded;
-                // Multiplies panels from `p` on with the columns from `i` on that belong to one group; how many.
-                auto multiply = [&](int64_t p, int64_t step, int64_t i) {
-                    int64_t g = (k + i) / w.group, done = (k + i) % w.group, left = w.group - done;
-                    int64_t length = left < columns - i ? left : columns - i;
-                    Columns<Code> part{codes + i, count, whole ? w.row_bytes : INT_LD, k + i, length};
-                    if (spread && p + step == panels.count) part.next = &next;
-                    multiply_columns(w, part, panels, p, step, total + p * LANES, ld, done > 0);
-                    if (done + length == w.group) add(group_sums, g, p, step);
-                    return length;
-                };
-                // The last panel, with the row of ones, comes first, and then is wanted by all others.
-                auto each_panel = [&](auto body) {
+                // Columns of one group at a time, and so few that x stays in the nearest cache.
+                GroupEdge at(k, w.group);
+                for (int64_t i = 0, length; i < columns; i += length, at.pass(length)) {
+                    length = at.left < columns - i ? at.left : columns - i;
+                    if (length > INT_NEAR) length = INT_NEAR;
+                    // The last panel, with the row of ones, comes first, and then is wanted by all others.
                     for (int64_t p = panels.count; p > 0;) {
                         int64_t step = p == INT_PANELS + 1 && INT_PANELS > 2 ? (p + 1) / 2 : p < INT_PANELS ? p : INT_PANELS;
+                        Columns<Code> part{codes + i, count, whole ? w.row_bytes : INT_LD, k + i, length};
+                        if (spread && p == panels.count) part.next = &next;
                         p -= step;
-                        body(p, step);
+                        multiply_columns(w, part, panels, p, step, total + p * LANES, ld, at.left < w.group);
+                        if (length == at.left) add(group_sums, at.group, p, step);
                     }
-                };
-                if (x.zero) {
-                    for (int64_t i = 0, length = 0; i < columns; i += length)
-                        each_panel([&](int64_t p, int64_t step) { length = multiply(p, step, i); });
-                } else {
-                    each_panel([&](int64_t p, int64_t step) {
-                        for (int64_t i = 0; i < columns;) i += multiply(p, step, i);
-                    });
                 }
                 k += columns;
             }

@@ -347,15 +347,21 @@ INLINE void transpose(V (&rows)[LANES]) {
     if constexpr (2 * D < LANES) transpose<2 * D>(rows);
 }
 
-// A vector whose lane i is the sum of the lanes of rows[i]; the rows are used up.
+// The sums of the first halves of the lanes of rows[i], and of the second ones, in lane i of rows[0] and of rows[LANES / 2].
 template <int D = 1, class V>
-INLINE V sum_each(V (&rows)[LANES]) {
+INLINE void sum_halves(V (&rows)[LANES]) {
     UNROLL for (int i = 0; i < LANES; i += 2 * D) {
         swap_blocks<D>(rows[i], rows[i + D], std::make_integer_sequence<int, LANES>{});
-        rows[i] += rows[i + D];
+        if constexpr (2 * D < LANES) rows[i] += rows[i + D];
     }
-    if constexpr (2 * D < LANES) return sum_each<2 * D>(rows);
-    else return rows[0];
+    if constexpr (2 * D < LANES) sum_halves<2 * D>(rows);
+}
+
+// A vector whose lane i is the sum of the lanes of rows[i]; the rows are used up.
+template <class V>
+INLINE V sum_each(V (&rows)[LANES]) {
+    sum_halves(rows);
+    return rows[0] + rows[LANES / 2];
 }
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)

@@ -82,11 +82,11 @@ struct ComputedCodes {
 
     INLINE Floats at(const int8_t* codes) const {
 #if defined(__AVX512F__)
-        __m256i bits = _mm256_sra_epi16(_mm256_sll_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)codes)), to_sign), to_exponent);
+        __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)codes)), all = _mm256_set1_epi16(0x7fff);
+        bits = _mm256_srav_epi16(_mm256_sllv_epi16(bits, _mm256_broadcastw_epi16(to_sign)), _mm256_broadcastw_epi16(to_exponent));
         bits = _mm256_and_si256(bits, _mm256_broadcastsi128_si256(kept));
-        __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff));
-        __m256i lost = _mm256_cmpgt_epi16(magnitude, _mm256_broadcastsi128_si256(special));
-        return (Floats)_mm512_cvtph_ps(_mm256_or_si256(bits, _mm256_srli_epi16(lost, 1))) * factor;
+        __mmask16 lost = _mm256_cmpgt_epi16_mask(_mm256_and_si256(bits, all), _mm256_broadcastsi128_si256(special));
+        return (Floats)_mm512_cvtph_ps(_mm256_mask_mov_epi16(bits, lost, all)) * factor;
 #else
         __m128i bits = _mm_sra_epi16(_mm_sll_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)codes)), to_sign), to_exponent);
         bits = _mm_and_si128(bits, kept);
@@ -243,6 +243,41 @@ INLINE void finish(const WideComputed& reader, Floats& sum) {
     if (_mm256_movemask_epi8(lost)) sum = broadcast(__builtin_nanf(""));
 }
 
+#elif defined(__AVX512F__)
+
+using WideSixteen = Sixteen;
+
+// As `ComputedCodes`, WIDTH / 2 at a time. Codes that are no numbers are found when all of a row are read.
+struct WideComputed {
+    __m512i to_sign, to_exponent, kept, largest = {};  // the last: of all magnitudes so far
+    int16_t special;
+    Floats factor;
+
+    WideComputed() = default;
+
+    explicit WideComputed(const Weight& w) {
+        ComputedCodes c(w);
+        to_sign = _mm512_broadcastw_epi16(c.to_sign), to_exponent = _mm512_broadcastw_epi16(c.to_exponent);
+        kept = _mm512_broadcastw_epi16(c.kept), special = _mm_extract_epi16(c.special, 0), factor = c.factor;
+    }
+};
+
+template <>
+constexpr int VECTORS<WideComputed> = 2;
+
+INLINE void read(WideComputed& reader, const int8_t* codes, Floats (&out)[2]) {
+    __m512i bits = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)codes));
+    bits = _mm512_and_si512(_mm512_srav_epi16(_mm512_sllv_epi16(bits, reader.to_sign), reader.to_exponent), reader.kept);
+    reader.largest = _mm512_max_epi16(reader.largest, _mm512_and_si512(bits, _mm512_set1_epi16(0x7fff)));
+    alignas(64) __m512i halves = bits;
+    asm("" : "+m"(halves));  // through memory: the port that takes vectors apart is one of two
+    UNROLL for (int i = 0; i < 2; i++) out[i] = (Floats)_mm512_cvtph_ps(((const __m256i*)&halves)[i]) * reader.factor;
+}
+
+INLINE void finish(const WideComputed& reader, Floats& sum) {
+    if (_mm512_cmpgt_epi16_mask(reader.largest, _mm512_set1_epi16(reader.special))) sum = broadcast(__builtin_nanf(""));
+}
+
 #else
 
 using WideSixteen = Sixteen;
@@ -254,20 +289,21 @@ using WideComputed = ComputedCodes;
 template <class Body>
 INLINE void with_reader(const Weight& w, int64_t n, const Body& body) {
     const float* table = w.values + n * w.values_stride;
-    if (w.exponent) body(ComputedCodes(w));
-    else if (w.values_count <= 16) body(Sixteen(table));
+    if (w.values_count <= 16) body(Sixteen(table));
+    else if (w.exponent) body(ComputedCodes(w));
     else body(LoadedCodes{table});
 }
 
-// `count` decoded codes of row n in numbers, times scale.
-inline void scale_values(const Weight& w, int64_t n, const int8_t* codes, int64_t count, float scale, float* out) {
+// `count` decoded codes of row n, the first of which is at `at`, in numbers: times the scales of their groups.
+inline void scale_values(const Weight& w, int64_t n, GroupEdge at, const int8_t* codes, int64_t count, const float* scale, float* out) {
     const float* table = w.values + n * w.values_stride;
-    int64_t i = 0;
     with_reader(w, n, [&](const auto& reader) {
-        Floats s = broadcast(scale);
-        for (; i + LANES <= count; i += LANES) store(out + i, reader.at(codes + i) * s);
+        each_group(at, count, [&](int64_t i, int64_t stop, int64_t g) {
+            Floats s = broadcast(scale[g]);
+            for (; i + LANES <= stop; i += LANES) store(out + i, reader.at(codes + i) * s);
+            for (; i < stop; i++) out[i] = table[(uint8_t)codes[i]] * scale[g];
+        });
     });
-    for (; i < count; i++) out[i] = table[(uint8_t)codes[i]] * scale;
 }
 
 }  // namespace

@@ -71,6 +71,29 @@ inline Weight rows_of(const Weight& w, int64_t start, int64_t count) {
     return part;
 }
 
+// Where a run of codes, from column k on, goes from one group to the next.
+struct GroupEdge {
+    int64_t group, left, size;
+
+    GroupEdge(int64_t k, int64_t size_) : group(k / size_), left(size_ - k % size_), size(size_) {}
+
+    void pass(int64_t columns) {
+        left -= columns;
+        if (left) return;
+        group++;
+        left = size;
+    }
+};
+
+// use(i, stop, group) for the columns, of the `count` behind `at`, of each group.
+template <class Use>
+INLINE void each_group(GroupEdge at, int64_t count, const Use& use) {
+    for (int64_t i = 0, stop; i < count; i = stop, at.group++, at.left = at.size) {
+        stop = i + at.left < count ? i + at.left : count;
+        use(i, stop, at.group);
+    }
+}
+
 // put(i, bits) for each vector of `count` codes: those of `mask`, after a shift to the right. Nothing is read beyond `end`.
 template <class Put>
 INLINE void unpack(const uint8_t* from, const uint8_t* end, int64_t count, int right, uint8_t mask, const Put& put) {
@@ -173,10 +196,11 @@ INLINE void prefetch_codes(const Weight& w, int64_t n, int64_t k, int64_t length
         for (int64_t i = 0; i < length; i += 64) prefetch(row + k + i);
         return;
     }
-    int64_t run = (w.k + 7) / 8, first = 0;
+    int64_t run = (w.k + 7) / 8, first = 0, item = 0;
+    for (; k >= run; k -= run) item++;  // a division would take longer
     for (int64_t part = 4; part; part /= 2) {
         if (!(w.bits & part)) continue;
-        for (int64_t i = 0; i < length; i += 64) prefetch(row + (first + k / run * part / 8) * run + k % run + i);
+        for (int64_t i = 0; i < length; i += 64) prefetch(row + (first + item * part / 8) * run + k + i);
         first += part;
     }
 }
