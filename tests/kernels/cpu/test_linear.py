@@ -289,7 +289,8 @@ def test_channels_with_the_largest_codes(build, activation, columns):
 
 
 @pytest.mark.parametrize("rows_of_weight, columns, group", [
-    (8, 512, 32), (37, 1536, 64), (19, 2816, 128), (11, 1280, 320), (16, 2048, 2048), (7, 256, 32), (21, 1536, 96), (17, 1024, 32),
+    (8, 512, 32), (37, 1536, 64), (19, 2816, 128), (11, 1280, 320), (16, 2048, 2048), (7, 256, 32),
+    (21, 1536, 96), (17, 1024, 32),
 ])  # fmt: skip
 def test_one_row_of_codes(build, rows_of_weight, columns, group):
     """Sums of products stay within 16 bits for a while, also less a zero point; the last rows are a block that begins

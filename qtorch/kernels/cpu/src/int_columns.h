@@ -143,8 +143,10 @@ INLINE Ints add_unit(Ints total, Ints codes, Ints x) { return total + multiply_p
 
 constexpr int64_t INT_NEAR = NEAR_UNITS * UNIT_CODES;
 
+// Not a part of its caller, whose variables would take registers.
 template <int V>
-void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to, int64_t ld, bool add) {
+__attribute__((noinline)) void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* to,
+                                                int64_t ld, bool add) {
     constexpr int R = SUMS / V;
     for (int64_t row = 0; row < a.rows; row += R, to += R * ld) {
         Ints total[R][V] = {};
@@ -155,23 +157,21 @@ void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x,
         a.each_run([&](int64_t first, int64_t column, int64_t count) {
             const Code* codes = a.codes + row * a.ld + first;
             const Unit* b = (const Unit*)x.data + p * x.panel + column / UNIT_CODES * LANES;
-            auto step = [&](int64_t k) {
-                Ints xs[V];
-                UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(b + v * x.panel + k * LANES);
-                UNROLL for (int r = 0; r < R; r++) {
-                    Ints c = Ints{} + load<int32_t>(codes + r * INT_LD + UNIT_CODES * k);
-                    UNROLL for (int v = 0; v < V; v++) total[r][v] = add_unit(total[r][v], c, xs[v]);
-                }
-            };
-            int64_t k = 0, units = (count + UNIT_CODES - 1) / UNIT_CODES;
-            for (; k + 2 <= units; k += 2) {
+            constexpr int STEPS = REGISTERS == 32 ? 2 : 1;  // whose operands registers hold
+            int64_t units = (count + UNIT_CODES - 1) / UNIT_CODES;
+            for (int64_t step = 0; step < units; step += STEPS) {
                 // A line or two at a time: many prefetches at once delay the loads that are needed now.
-                UNROLL for (int i = 0; i < R; i += 8)
+                UNROLL for (int i = 0; i < R; i += 16 / STEPS)
                     if (a.next) a.next->prefetch_next();
-                step(k);
-                step(k + 1);
+                UNROLL for (int64_t k = step; k < step + STEPS && k < units; k++) {
+                    Ints xs[V];
+                    UNROLL for (int v = 0; v < V; v++) xs[v] = load<Ints>(b + v * x.panel + k * LANES);
+                    UNROLL for (int r = 0; r < R; r++) {
+                        Ints c = Ints{} + load<int32_t>(codes + r * INT_LD + UNIT_CODES * k);
+                        UNROLL for (int v = 0; v < V; v++) total[r][v] = add_unit(total[r][v], c, xs[v]);
+                    }
+                }
             }
-            if (k < units) step(k);
         });
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int v = 0; v < V; v++) store(to + r * ld + v * LANES, total[r][v]);
