@@ -329,8 +329,8 @@ def test_loads_and_gives_the_same_numbers(name: str) -> None:
         layer, _ = layer_and_input(name)
     load_quantized(layer, FOLDER / f"{name}.safetensors")
     weight, rows = layer.weight.dequantize(), numbers["weight"].flatten(1).double()
-    # Sums of floats may be added up in another order on another processor. A rotated weight is such a sum, of products whose
-    # magnitudes add up to the norm of its row at most; others are the same bits.
+    # Sums of floats may be added up in another order on another processor. A rotated weight is such a sum, of products
+    # whose magnitudes add up to the norm of its row at most; others are the same bits.
     rotated = isinstance(layer.weight, AffineQuantizedTensor) and isinstance(layer.weight.scheme.weight, RotatedSpec)
     error = (weight.flatten(1).double() - rows).abs().max()
     assert error <= (2 * gamma(rows.shape[1] + EXTRA) * rows.norm(dim=1).max() if rotated else 0)
