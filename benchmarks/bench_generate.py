@@ -6,7 +6,7 @@ Weights are random; they cost what trained ones cost. A generated token reads ev
 its bytes times the tokens a second is the share of the memory's read bandwidth, which is measured in the same run.
 
     python -m benchmarks.bench_generate [--models 1.1B 135M] [--dtypes float32 bfloat16] [--engines "int4 g128" ...]
-        [--modes eager compiled fused] [--sequences 1 8] [--llama DIRECTORY] [--save] [--write-docs]
+        [--modes eager "eager fused" ...] [--sequences 1 8] [--llama DIRECTORY] [--save] [--write-docs]
 
 DIRECTORY has `llama-bench` and `llama-quantize` of llama.cpp; the file that they read is written with the package gguf.
 """
@@ -53,10 +53,11 @@ LLAMA = ("F16", "Q8_0", "Q4_0")
 
 PROMPT, GENERATED, ROUNDS = 256, 32, 3
 
-MODES = ["eager", "compiled", "fused"]
+MODES = ["eager", "eager fused", "compiled", "compiled fused"]
+"""Fused: after `fuse_decoder`."""
 
 IN_CPP = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-"""Options of Inductor in the mode "fused": compiled after `fuse_projections`, all of a graph in C++."""
+"""Options of Inductor in the mode "compiled fused": all of a graph in C++."""
 
 READ = """
 #include <cstdint>
@@ -124,12 +125,12 @@ def run(about: Row) -> Row:
     if (recipe := ENGINES[about["engine"]]) is not None:
         qtorch.quantize_(model, recipe)
         qtorch.kv_cache.use_quantized_attention(model)
-        if about["mode"] == "fused":
-            qtorch.fuse_projections(model)
+        if "fused" in about["mode"]:
+            qtorch.fuse_decoder(model)
     ids = torch.randint(0, MODELS[about["model"]]["vocab_size"], (about["sequences"], PROMPT))
     row, settings = {**about, "bytes": weight_bytes(model)}, {}
-    if about["mode"] != "eager":
-        kind = {"sequences": about["sequences"], "options": IN_CPP if about["mode"] == "fused" else None}
+    if "compiled" in about["mode"]:
+        kind = {"sequences": about["sequences"], "options": IN_CPP if "fused" in about["mode"] else None}
         compiles = lambda: compile_generate(model, PROMPT + GENERATED, progress=False, **kind)  # noqa: E731
         row["compile"] = seconds(lambda: settings.update(compiles()))
 

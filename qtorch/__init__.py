@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .checkpoint.formats.compressed_tensors import recipes_for_vllm
     from .checkpoint.streaming.quantize_checkpoint import convert_checkpoint, quantize_checkpoint, save_gguf
     from .integrations import export, torchao  # noqa: F401
-    from .integrations.fusion import fuse_convolutions, fuse_projections
+    from .integrations.fusion import fuse_convolutions, fuse_decoder, fuse_projections
     from .model.uses import find_uses
 
 integrations.watch_imports()
@@ -58,9 +58,9 @@ __all__ = [
     "AffineQuantizedTensor", "BlockSparseLayout", "CodebookSpec", "LUTQuantizedTensor", "LinearSpec", "MappingType",
     "PackedLayout", "PerAxis", "PerBlock", "PerGroup", "PerRow", "PerTensor", "PerToken", "PlainLayout", "QuantSpec",
     "QuantizeReport", "SemiSparseLayout", "TensorCoreTiledLayout", "ZeroPointDomain", "compute_error", "config",
-    "convert_checkpoint", "dequantize_", "explain", "find_uses", "fuse_convolutions", "fuse_projections",
-    "get_model_size_in_bytes", "load_quantized", "quantize_", "quantize_checkpoint", "recipes_for_vllm",
-    "register_weight_kind", "save_gguf", "save_quantized", "tune_cpu",
+    "convert_checkpoint", "dequantize_", "explain", "find_uses", "fuse_convolutions", "fuse_decoder",
+    "fuse_projections", "get_model_size_in_bytes", "load_quantized", "quantize_", "quantize_checkpoint",
+    "recipes_for_vllm", "register_weight_kind", "save_gguf", "save_quantized", "tune_cpu",
 ]  # fmt: skip
 __all__ += recipes.__all__
 
@@ -70,7 +70,7 @@ _ON_USE = {
     "qtorch.checkpoint.formats.compressed_tensors": ("recipes_for_vllm",),
     "qtorch.checkpoint.streaming.quantize_checkpoint": ("convert_checkpoint", "quantize_checkpoint", "save_gguf"),
     "qtorch.integrations": ("export", "torchao"),
-    "qtorch.integrations.fusion": ("fuse_convolutions", "fuse_projections"),
+    "qtorch.integrations.fusion": ("fuse_convolutions", "fuse_decoder", "fuse_projections"),
     "qtorch.model.uses": ("find_uses",),
 }
 """What is imported when it is used, for a faster `import qtorch`: module -> its names, or modules in it."""

@@ -34,18 +34,17 @@ def fast_of(name: str, input: Any, weight: Any) -> Any:
     """The function of this name that the last kernel set on `weight`, or None if this call needs the full path. For
     eager mode only: a compiler traces the full path."""
     fast = getattr(weight, name, None)
-    return None if fast is None or _others_take_part(input) else fast
+    return None if fast is None or recording() or factories.dispatches or others_take_part(input) else fast
 
 
-def _others_take_part(input: Any) -> bool:
+def others_take_part(input: Any) -> bool:
+    """Whether a call with this input, in eager mode, needs more of torch than the memory of tensors."""
     return bool(
         type(input) is not Tensor
         or input.is_neg()
         or _functorch_is_active()
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
-        or recording()
-        or factories.dispatches
         or torch._C._get_tracing_state()
     )
 

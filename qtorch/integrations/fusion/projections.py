@@ -136,6 +136,14 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         ValueError: it has no such group.
     """
     check_model("fuse_projections", model)
+    report = join_projections(model, groups)
+    if not (report.fused or report.skipped):
+        raise ValueError(f"fuse_projections: {type(model).__name__} has no layers {' or '.join(map(str, groups))}")
+    return report
+
+
+def join_projections(model: nn.Module, groups: Sequence[Sequence[str]]) -> ProjectionReport:
+    """`fuse_projections` of a model that may have none."""
     fused, skipped = [], []
     found = [
         (f"{path}.{group[0]}".lstrip("."), parent, tuple(group))
@@ -143,8 +151,6 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
         for group in groups
         if all(isinstance(getattr(parent, name, None), nn.Module) for name in group)
     ]
-    if not found:
-        raise ValueError(f"fuse_projections: {type(model).__name__} has no layers {' or '.join(map(str, groups))}")
     for path, parent, names in found:
         layers: list[Any] = [getattr(parent, name) for name in names]
         if (reason := _why_not(layers)) is not None:
@@ -171,11 +177,16 @@ def fuse_projections(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS)
 def _why_not(layers: Sequence[Any]) -> str | None:
     """Why layers cannot be one product, or None."""
     for layer in layers:
-        if type(layer) is not nn.Linear or "forward" in vars(layer):
+        if type(layer) is not nn.Linear:
             return f"{type(layer).__name__} is not a plain nn.Linear"
-        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+        if has_hooks(layer):
             return "a layer has hooks"
         if isinstance(layer.weight, QuantizedTensor) and layer.weight.trains:
             return "the weights are in training"
     kinds = {(type(y.weight), y.weight.dtype, y.weight.device, y.in_features, y.bias is None) for y in layers}
     return None if len(kinds) == 1 else "the layers differ in kind, dtype, device, width or bias"
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether something runs around the layer's forward or backward, or in its place."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in vars(layer))

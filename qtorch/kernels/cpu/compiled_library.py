@@ -64,6 +64,7 @@ if hasattr(os, "register_at_fork"):
 RUN = (
     "conv", "conv_float", "conv_pool", "attention", "quantize_rows", "quantize_tokens", "dequantize", "quantize_matrix",
     "dequantize_matrix", "block_product", "scale_sums", "adam", "sum_squared_errors", "low_rank_mm",
+    "rms_norm", "rotate_halves",
 )  # fmt: skip
 """Functions without a result."""
 

@@ -170,6 +170,19 @@ BlockProduct = declare(
 LowRank = declare("LowRank", ("down up", Input), ("k", int), ("x", Input), ("y", Output), ("threads", int))
 """src/low_rank.h"""
 
+RmsNorm = declare("RmsNorm", ("x", Input), ("weight y k rounds", int), ("eps offset", float), ("threads", int))
+"""src/decoder.h"""
+
+Heads = declare("Heads", ("data batch_step head_step row_step heads out", int))
+"""src/decoder.h"""
+
+Rotation = declare(
+    "Rotation",
+    ("query key", Heads),
+    ("cos sin cos_batch cos_row sin_batch sin_row type batch rows width threads", int),
+)
+"""src/decoder.h"""
+
 ScaleSums = declare("ScaleSums", ("sums rows columns x_scale x_step w_scale w_step out type threads", int))
 """src/int_blocks.h"""
 

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "calls.h"
 #include "conv_call.h"
+#include "decoder.h"
 #include "dequantize.h"
 #include "dequantize_matrix.h"
 #include "experts.h"
@@ -328,6 +329,15 @@ EXPORT void qtorch_scale_sums(const operand::ScaleSums* call) {
 // See low_rank.h.
 EXPORT void qtorch_low_rank_mm(const LowRank* call) {
     add_low_rank(*call);
+}
+
+// See decoder.h.
+EXPORT void qtorch_rms_norm(const RmsNorm* call) {
+    normalize(*call);
+}
+
+EXPORT void qtorch_rotate_halves(const Rotation* call) {
+    rotate_halves(*call);
 }
 
 // See adam.h.
