@@ -34,8 +34,9 @@ inline bool fits_fixed_dot(const Weight& w, int64_t rows) {
 
 struct FixedInput {
     int64_t run;            // columns of each of the eight runs of a row: whole vectors, zeros at the end
-    const int8_t* bytes;    // (M, digits, 8 run)
-    const int32_t* shifts;  // (M, 2 run): what each sum of four products has too much, codes being shifted by their center
+    // (M, 8 run / WIDTH, digits + 1, WIDTH) bytes: the digits of a vector of columns, and in int32 what each sum of four products
+    // has too much, codes being shifted by their center.
+    const int8_t* bytes;
     const float *scale, *sums;  // (M), and those of x (M, groups)
     const int32_t* group;       // (8 run / WIDTH), where vectors are not whole: of the first lane of each
     const int32_t* lanes;       // (2 run): of each lane, from that one on
@@ -47,13 +48,14 @@ struct FixedInput {
 template <int PER, int DIGITS>
 INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[DIGITS][PER], Ints shift) {
 #if defined(HAS_VNNI)
-    // A sum for each digit: one for all would wait for itself.
-    Ints sum[DIGITS] = {};
-    sum[DIGITS - 1] -= shift;
-    UNROLL for (int i = 0; i < PER; i++)
-        UNROLL for (int digit = 0; digit < DIGITS; digit++) sum[digit] = dot4(sum[digit], codes[i], (Ints)x[digit][i]);
-    UNROLL for (int digit = 1; digit < DIGITS; digit++) sum[digit] += sum[digit - 1] << 8;
-    return sum[DIGITS - 1];
+    // The last digit has a sum of its own: one for all would wait for itself.
+    Ints high = {}, low = Ints{} - shift;
+    UNROLL for (int i = 0; i < PER; i++) low = dot4(low, codes[i], (Ints)x[DIGITS - 1][i]);
+    UNROLL for (int digit = 0; digit < DIGITS - 1; digit++) {
+        UNROLL for (int i = 0; i < PER; i++) high = dot4(high, codes[i], (Ints)x[digit][i]);
+        high <<= 8;
+    }
+    return high + low;
 #else
     // Eight products of a code below 32 and a byte fit into 16 bits.
     Ints pairs[DIGITS];
@@ -68,25 +70,26 @@ INLINE Ints times_fixed(const Ints (&codes)[PER], const Bytes (&x)[DIGITS][PER],
 #endif
 }
 
-// Bytes and shifts of a row of x (K), whole vectors of it, and its scale.
+// The vectors of a row of x (K), whole ones of it, and its scale.
 template <int DIGITS>
-float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes, int32_t* shifts) {
+float fix_row(const float* x, int64_t k, int32_t center, int8_t* bytes) {
+    constexpr int64_t STEP = (DIGITS + 1) * WIDTH;
     float high = largest_magnitude(x, k), scale = high ? high / (127 << 8 * (DIGITS - 1)) : 1;
-    for (int64_t i = 0; i < k; i += LANES) {
-        Floats number = load<Floats>(x + i) * broadcast(1 / scale);
-        Floats half = (Floats)(((Ints)number & INT32_MIN) | (Ints)broadcast(0.5f));
-        Ints rest = to_ints(number + half);
-        for (int64_t s = DIGITS - 1; s >= 0; s--) {
-            Ints byte = rest << 24 >> 24;
-            store_bytes(bytes + s * k + i, byte);
-            rest = (rest - byte) >> 8;
-        }
-    }
     const Ints centers[1] = {(Ints)(Bytes{} + (uint8_t)center)};
-    for (int64_t i = 0; i < k; i += WIDTH) {
+    for (int64_t i = 0; i < k; i += WIDTH, bytes += STEP) {
+        for (int64_t j = 0; j < WIDTH; j += LANES) {
+            Floats number = load<Floats>(x + i + j) * broadcast(1 / scale);
+            Floats half = (Floats)(((Ints)number & INT32_MIN) | (Ints)broadcast(0.5f));
+            Ints rest = to_ints(number + half);
+            for (int64_t s = DIGITS - 1; s >= 0; s--) {
+                Ints byte = rest << 24 >> 24;
+                store_bytes(bytes + s * WIDTH + j, byte);
+                rest = (rest - byte) >> 8;
+            }
+        }
         Bytes digits[DIGITS][1];
-        for (int s = 0; s < DIGITS; s++) digits[s][0] = load<Bytes>(bytes + s * k + i);
-        store(shifts + i / 4, times_fixed(centers, digits, Ints{}));
+        for (int s = 0; s < DIGITS; s++) digits[s][0] = load<Bytes>(bytes + s * WIDTH);
+        store(bytes + DIGITS * WIDTH, times_fixed(centers, digits, Ints{}));
     }
     return scale;
 }
@@ -101,7 +104,7 @@ struct FixedRows {
 template <int R, int M, int DIGITS, bool TABLE, bool LANE_GROUPS, int PER>
 void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahead scales_ahead, const FixedInput& in,
                  float* result) {
-    constexpr int COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128;
+    constexpr int COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128, STEP = DIGITS + 1;
     // Both are the same for whole vectors, but GCC then keeps half as many numbers on the stack.
     int64_t groups = w.groups, run = LANE_GROUPS ? in.run : w.k / 8, columns = LANE_GROUPS ? 8 * run : w.k;
     const Bytes mask = Bytes{} + (uint8_t)15;
@@ -115,14 +118,14 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                 asm("" : "+r"(codes));  // they are read again: keeping them would take registers
                 const float* scale = rows.scale + (half ? second : first).group;
                 int64_t column = start + half * run + k;
-                if (LANE_GROUPS) scale = rows.scale + in.group[column / WIDTH];
+                if (LANE_GROUPS) scale = rows.scale + in.group[(uint64_t)column / WIDTH];
                 UNROLL for (int m = 0; m < M; m++) {
+                    const int8_t* vectors = in.bytes + STEP * (m * columns + column);
                     Bytes x[DIGITS][PER];
                     Ints shift = {};
-                    UNROLL for (int i = 0; i < PER; i++) {
-                        UNROLL for (int s = 0; s < DIGITS; s++)
-                            x[s][i] = load<Bytes>(in.bytes + (m * DIGITS + s) * columns + column + i * WIDTH);
-                        shift += load<Ints>(in.shifts + ((m * columns + column + i * WIDTH) >> 2));
+                    UNROLL for (int i = 0; i < PER; i++, vectors += STEP * WIDTH) {
+                        UNROLL for (int s = 0; s < DIGITS; s++) x[s][i] = load<Bytes>(vectors + s * WIDTH);
+                        shift += load<Ints>(vectors + DIGITS * WIDTH);
                     }
                     UNROLL for (int r = 0; r < R; r++) {
                         // One line at a time: many prefetches at once delay the loads that are needed now.
@@ -137,7 +140,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                         Floats sum = to_floats(times_fixed(c, x, shift));
                         const float* own = scale + r * groups;
                         if constexpr (LANE_GROUPS)
-                            total[r][m] = fma(sum, permute(load<Floats>(own), load<Ints>(in.lanes + column / 4)), total[r][m]);
+                            total[r][m] = fma(sum, permute(load<Floats>(own), load<Ints>(in.lanes + (uint64_t)column / 4)), total[r][m]);
                         else total[r][m] = fma(sum, broadcast(*own), total[r][m]);
                     }
                 }
@@ -188,12 +191,11 @@ void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t t
 // x (rows, ld) is not changed; sums (rows, groups), or null.
 template <int DIGITS>
 void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t rows, const float* sums, const Output& y, int64_t threads) {
-    static thread_local Scratch byte_scratch, shift_scratch, scale_scratch, run_scratch, group_scratch, lane_scratch;
+    static thread_local Scratch byte_scratch, scale_scratch, run_scratch, group_scratch, lane_scratch;
     int64_t packed = w.k / 8, run = round_up(packed, WIDTH), columns = 8 * run;
-    int32_t* shifts = shift_scratch.get<int32_t>(rows * columns / 4);
-    int8_t* bytes = byte_scratch.get<int8_t>(rows * DIGITS * columns);
+    int8_t* bytes = byte_scratch.get<int8_t>(rows * (DIGITS + 1) * columns);
     float* scale = scale_scratch.get<float>(rows);
-    FixedInput in{run, bytes, shifts, scale, sums, nullptr, nullptr, {}, true};
+    FixedInput in{run, bytes, scale, sums, nullptr, nullptr, {}, true};
     int32_t center = w.values ? w.unit_center : w.center;
     for (int i = 0; w.values && i < 16; i++) {
         int32_t integer = w.values[i] / w.unit;
@@ -203,11 +205,14 @@ void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t row
     if (!has_whole_vectors(w)) {
         int32_t* group = group_scratch.get<int32_t>(columns / WIDTH);
         int32_t* lanes = lane_scratch.get<int32_t>(columns / 4);
-        for (int64_t i = 0; i < columns; i += 4) {
-            // Those behind the end of a run count as its last.
-            int64_t at = i % run < packed ? i % run : packed - 1, own = (i / run * packed + at) / w.group;
-            if (i % WIDTH == 0) group[i / WIDTH] = own;
-            lanes[i / 4] = own - group[i / WIDTH];
+        for (int64_t start = 0; start < columns; start += run) {
+            GroupEdge at(start / run * packed, w.group);
+            for (int64_t i = 0; i < run; i += 4) {
+                int64_t column = start + i;
+                if (i % WIDTH == 0) group[column / WIDTH] = at.group;
+                lanes[column / 4] = at.group - group[column / WIDTH];
+                if (i + 4 < packed) at.pass(4);  // those behind the end of a run count as its last
+            }
         }
         in.group = group, in.lanes = lanes;
     }
@@ -216,7 +221,7 @@ void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t row
     for (int64_t m = 0; m < rows; m++) {
         const float* row = x + m * ld;
         for (int64_t i = 0; runs && i < 8; i++) memcpy(runs + i * run, row + i * packed, packed * sizeof *runs);
-        float unit = fix_row<DIGITS>(runs ? runs : row, columns, center, bytes + m * DIGITS * columns, shifts + m * columns / 4);
+        float unit = fix_row<DIGITS>(runs ? runs : row, columns, center, bytes + m * (DIGITS + 1) * columns);
         scale[m] = unit * (w.values ? w.unit : 1);
     }
     if (w.values) (rows == 1 ? fixed_dot<1, DIGITS, true> : fixed_dot<2, DIGITS, true>)(w, in, y, threads);

@@ -75,7 +75,8 @@ inline Weight rows_of(const Weight& w, int64_t start, int64_t count) {
 struct GroupEdge {
     int64_t group, left, size;
 
-    GroupEdge(int64_t k, int64_t size_) : group(k / size_), left(size_ - k % size_), size(size_) {}
+    // Divided in 32 bits: a division in 64 takes as long as dozens of vectors.
+    GroupEdge(int64_t k, int64_t size_) : group((uint32_t)k / (uint32_t)size_), left(size_ - (uint32_t)k % (uint32_t)size_), size(size_) {}
 
     void pass(int64_t columns) {
         left -= columns;
