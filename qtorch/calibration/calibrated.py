@@ -161,7 +161,6 @@ class StaticActivation(NamedTuple):
 
 
 @register_recipe("calibrated")
-@dataclass(frozen=True)
 class CalibratedRecipe(WeightRecipe):
     """`recipe` with codes that are chosen on data.
 

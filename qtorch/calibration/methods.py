@@ -6,7 +6,7 @@ algorithms that lost least in our measurements (docs/guides/calibration).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, overload
 
 from torch import Tensor, nn
@@ -118,7 +118,6 @@ def observed(
 
 
 @register_recipe("importance_weighted")
-@dataclass(frozen=True)
 class ImportanceWeighted(WeightRecipe):
     """`recipe` with tables fitted by k-means weighted by the mean square of each input, E[x_k^2], over `batches`.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ aten = torch.ops.aten
 
 
 @jsonable
-@dataclass(frozen=True)
 class BlockedScheme(matrix_weight.MatrixScheme):
     """Scheme of a `BlockedTensor`.
 

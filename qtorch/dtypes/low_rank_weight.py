@@ -7,7 +7,7 @@ quantized. So the branch takes what codes represent worst (SVDQuant, arXiv 2411.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ _PASSES = 6
 
 
 @jsonable
-@dataclass(frozen=True)
 class LowRankScheme(matrix_weight.MatrixScheme):
     """Scheme of a matrix (N, K) beside a branch of rank `rank`."""
 

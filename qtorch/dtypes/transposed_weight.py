@@ -26,7 +26,6 @@ aten = torch.ops.aten
 
 
 @jsonable
-@dataclass(frozen=True)
 class PaddedScheme(matrix_weight.MatrixScheme):
     """Scheme of a weight (..., N, K) that is held as (..., N, K + padding)."""
 

@@ -3,7 +3,7 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from ..primitives.affine import check_tensors
 
 
 @jsonable
-@dataclass(frozen=True)
 class KVCacheSpec:
     """How the keys and values of attention are quantized. Hashable, JSON-able.
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ SMALLEST_GROUP = 8
 
 
 @register_recipe("padded")
-@dataclass(frozen=True)
 class Padded(WeightRecipe):
     """`recipe`, for inference and without data, for weights whose contracted axis its groups do not divide: the last
     group is completed with `padding` columns of zeros.

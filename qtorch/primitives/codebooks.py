@@ -9,7 +9,7 @@ found by comparing with the midpoints; a value at a midpoint goes to the lower e
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -181,7 +181,6 @@ def _check_table(view: BlockView, table: Tensor) -> None:
 
 
 @jsonable
-@dataclass(frozen=True)
 class CodebookSpec:
     """How one tensor is quantized with look-up tables. Hashable, JSON-able.
 
@@ -339,7 +338,6 @@ def power_table(bits: int, power: int, signed: bool) -> tuple[float, ...]:
 
 
 @jsonable
-@dataclass(frozen=True)
 class PowerSpec(CodebookSpec):
     """A `CodebookSpec` with the table at the top of the file, which `table` need not give.
 

@@ -10,7 +10,6 @@ For a weight (N, K), `PerRow` gives blocks (1, K) and a scale (N, 1), groups of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,6 @@ class Granularity:
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerTensor(Granularity):
     """One scale for the whole tensor."""
 
@@ -43,7 +41,6 @@ class PerTensor(Granularity):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerRow(Granularity):
     """One scale per row, which is the last axis: per output channel of a weight (N, K)."""
 
@@ -52,13 +49,11 @@ class PerRow(Granularity):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerToken(PerRow):
     """One scale per token: `PerRow` under the name that is usual for activations."""
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerAxis(Granularity):
     """One scale per index along `axis`; ``PerAxis(0)`` is per output channel of a convolution."""
 
@@ -71,7 +66,6 @@ class PerAxis(Granularity):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerGroup(Granularity):
     """One scale per `group_size` consecutive elements of the last axis; -1 is the whole row."""
 
@@ -89,7 +83,6 @@ class PerGroup(Granularity):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerBlock(Granularity):
     """Explicit block sizes, right-aligned (missing leading axes are 1); -1 is a whole axis."""
 

@@ -7,7 +7,7 @@ where a tensor lives and which kernel runs must not change numbers, so they are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from .rounding import Noise, Rounding
 
 
 @jsonable
-@dataclass(frozen=True)
 class QuantSpec(HashedOnce):
     """How one tensor is quantized. Hashable, JSON-able (`to_json` / `from_json`).
 
@@ -215,7 +214,6 @@ class QuantSpec(HashedOnce):
 
 
 @jsonable
-@dataclass(frozen=True)
 class LinearSpec:
     """How a layer is quantized: its weight, the activation that meets it, and how the weight is laid out in memory.
 
@@ -254,7 +252,6 @@ def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @jsonable
-@dataclass(frozen=True)
 class Scheme(HashedOnce):
     """Metadata of a quantized tensor: hashable, JSON-able, no tensors and no callables.
 

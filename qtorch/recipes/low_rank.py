@@ -1,7 +1,6 @@
 """A branch of low rank in 16 bits beside the codes of any recipe: w = Q + up down (SVDQuant, arXiv 2411.05007)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from .base import Branch, T, WeightRecipe, register_recipe
 
 
 @register_recipe("low_rank")
-@dataclass(frozen=True)
 class LowRank(WeightRecipe):
     """`recipe` beside a branch of low rank in 16 bits, w = Q + up down, with up (N, rank) and down (rank, K).
 

@@ -8,7 +8,7 @@ quantize_(model, from_observers())
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -194,7 +194,6 @@ def insert_observers_(
 
 
 @register_recipe("from_observers")
-@dataclass(frozen=True)
 class FromObservers(Recipe):
     """The weights to which `insert_observers_` gave observers, with a static activation whose scale is that of
     `input_observer.calculate_qparams()`, and codes by `weight_observer.calculate_qparams()`.

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import dataclass_transform
 
 from ..double_quant import scale_tensor_shapes
 from ..jsonable import jsonable
@@ -209,8 +210,10 @@ def check_layout(value: object) -> None:
         raise ValueError(f"a layout is one of {names}, got {value!r:.80}")
 
 
+@dataclass_transform(frozen_default=True)
 def register_layout(cls: L) -> L:
-    """Class decorator: register a layout under its name, which no other may have, and make it readable from JSON."""
+    """Class decorator: make a layout a frozen dataclass, unless it is one, readable from JSON, and register it under
+    its name, which no other may have."""
     if LAYOUTS.setdefault(cls.name, cls) is not cls:
         raise ValueError(f"register_layout: the name {cls.name!r} is taken by {LAYOUTS[cls.name]!r}")
     jsonable(cls)

@@ -10,8 +10,6 @@ Blocks that are dropped read back as zero codes with the smallest scale. If fewe
 zero blocks are stored too.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,6 @@ from .packed import can_pack_bits, pack_codes, packed_length, unpack_codes
 
 
 @register_layout
-@dataclass(frozen=True)
 class BlockSparseLayout(Layout):
     """The blocks of a matrix that are not zero, as many in each row of blocks.
 

@@ -7,7 +7,6 @@ two are fp32.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +16,6 @@ from .base import Form, Forms, Layout, Plain, register_layout
 
 
 @register_layout
-@dataclass(frozen=True)
 class PortableLayout(Layout):
     """Codes in their storage dtype, one per element, read by operators of torch alone.
 

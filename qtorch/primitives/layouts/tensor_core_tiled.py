@@ -16,7 +16,6 @@ are B / 2 apart on processors with vector instructions for it, else neighbours; 
 import functools
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ GROUP_SIZES = (32, 64, 128, 256)
 
 
 @register_layout
-@dataclass(frozen=True)
 class TensorCoreTiledLayout(Layout):
     """uint4 codes packed for tinygemm: groups of 32, 64, 128 or 256 along the rows of a matrix, FLOAT zero points.
 

@@ -9,7 +9,6 @@ scale per kept index, whichever axis of the tensor that is. The backward contrac
 of the forward, except with `reuse_forward`.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -21,7 +20,6 @@ from ...primitives.layouts import can_pack_bits
 
 
 @jsonable
-@dataclass(frozen=True)
 class GemmSpec:
     """How one matmul is quantized: c[a, b] = sum_c lhs[a, c] rhs[b, c].
 
@@ -155,7 +153,6 @@ class GemmSpec:
 
 
 @jsonable
-@dataclass(frozen=True)
 class TrainingSpec:
     """The three matmuls of a contraction; see the top of the file.
 

@@ -4,7 +4,6 @@ They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and related 
 (`engine.contraction`), with the three matmuls that the recipe asks for. `convert()` returns the weight for inference.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,6 @@ from ..engine.contraction import IN_CODES, contraction
 
 
 @jsonable
-@dataclass(frozen=True)
 class TrainingScheme(HashedOnce):
     """Metadata of a weight in training that has a `TrainingSpec`, or another description with a `linear_spec`. Kernels
     read it as the scheme of the converted weight. `dtype` is that of its gradient and inputs; the `master` of a

@@ -8,7 +8,6 @@ Prepared and converted weights are described by the same `LinearSpec`, that of t
 step.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +25,6 @@ from .lora_qat import LoRAQAT
 
 
 @register_recipe("scheduled_qat")
-@dataclass(frozen=True)
 class ScheduledQAT(ModuleRecipe):
     """Layers, `nn.Linear`, `nn.Embedding` and convolutions exactly, are trained for `recipe`; they hold the state.
 
@@ -83,7 +81,6 @@ class ScheduledQAT(ModuleRecipe):
 
 
 @register_recipe("qat")
-@dataclass(frozen=True)
 class QAT(Recipe):
     """Weights stay in floating point and are trained; layers compute what they will compute when converted: bit for
     bit where the recipe sums integers (int8 activations), and up to the order of fp32 sums elsewhere. The codes of
