@@ -323,10 +323,6 @@ def _over_all_but(grad: Tensor, axis: int) -> Tensor:
     return grad.float().square().movedim(axis, -1).flatten(0, -2).sum(0) if grad.dim() > 1 else grad.float().square()
 
 
-def _of_linear(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad: Tensor) -> Iterator[Tensor]:
-    yield _over_all_but(grad, -1)
-
-
 def _of_matmul(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad: Tensor) -> Iterator[Tensor]:
     """Of `matmul` and `addmm`: each use is one matrix of a batch."""
     right = args[-1] if args else kwargs.get("mat2", kwargs.get("other"))
@@ -343,15 +339,15 @@ def _of_grouped_mm(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad
         start = stop
 
 
-def _of_conv(ndim: int) -> Callable[..., Iterator[Tensor]]:
+def _of_windows(ndim: int) -> Callable[..., Iterator[Tensor]]:
     return lambda owner, args, kwargs, uses, grad: iter([_over_all_but(grad, -1 - ndim)])
 
 
 SQUARES: dict[Any, Callable[..., Iterator[Tensor]]] = {
-    functional.linear: _of_linear,
-    functional.conv1d: _of_conv(1),
-    functional.conv2d: _of_conv(2),
-    functional.conv3d: _of_conv(3),
+    functional.linear: _of_windows(0),
+    functional.conv1d: _of_windows(1),
+    functional.conv2d: _of_windows(2),
+    functional.conv3d: _of_windows(3),
     **dict.fromkeys(GROUPED, _of_grouped_mm),
 }
 """torch function -> (owner, args, kwargs, uses, gradient of the output) -> the sums of squares of each use, (N,);

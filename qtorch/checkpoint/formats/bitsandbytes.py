@@ -81,8 +81,7 @@ class BitsAndBytesSource(FolderSource):
 
     def _in_8_bits(self, name: str) -> StoredWeight:
         folder, weight, scb = self.folder, f"{name}.weight", f"{name}.SCB"
-        check_stored(folder, weight, [torch.int8], (None, None))
-        outputs, inputs = folder.stored[weight].shape
+        outputs, inputs = check_stored(folder, weight, [torch.int8], (None, None)).shape
         check_stored(folder, scb, [torch.float32], (outputs,))
         dtype = folder.dtype or torch.float16
         scheme = weight_only(symmetric_spec(torch.int8, PerRow(), torch.float32), (outputs, inputs), dtype)
