@@ -44,8 +44,6 @@ class BlockedScheme(matrix_weight.MatrixScheme):
         if self.block < 1:
             raise ValueError(f"BlockedScheme: a block has at least one element, got {self.block}")
 
-    __hash__ = matrix_weight.MatrixScheme.__hash__
-
     @property
     def blocks(self) -> granularity.FlatBlocks:
         """How the elements are divided."""

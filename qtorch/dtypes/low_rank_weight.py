@@ -42,8 +42,6 @@ class LowRankScheme(matrix_weight.MatrixScheme):
         if len(self.shape) != 2 or type(self.rank) is not int or self.rank < 1:
             raise ValueError(f"a branch of low rank is one of a matrix, got shape {self.shape}, rank {self.rank!r:.40}")
 
-    __hash__ = matrix_weight.MatrixScheme.__hash__
-
 
 class LowRankWeight(matrix_weight.MatrixWeight):
     """A quantized matrix (N, K) with a branch beside it. Make one with `beside`.

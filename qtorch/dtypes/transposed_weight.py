@@ -39,8 +39,6 @@ class PaddedScheme(matrix_weight.MatrixScheme):
                 f"{self.shape} and {self.padding!r:.40}"
             )
 
-    __hash__ = matrix_weight.MatrixScheme.__hash__
-
     @property
     def codes_shape(self) -> tuple[int, ...]:
         return *self.shape[:-1], self.shape[-1] + self.padding

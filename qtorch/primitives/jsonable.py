@@ -65,8 +65,10 @@ def _named(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class HashedOnce:
-    """Base of metadata by which kernels are looked up: its hash is computed at the first use. A dataclass makes one of
-    its own unless it has ``__hash__ = HashedOnce.__hash__``."""
+    """Base of metadata by which kernels are looked up: its hash is computed at the first use."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__hash__ = HashedOnce.__hash__  # type: ignore[method-assign]  # else a dataclass makes one of its own
 
     def __hash__(self) -> int:
         own = vars(self)

@@ -61,8 +61,6 @@ class QuantSpec(HashedOnce):
     preserve_max_val: bool = True
     noise: Noise | None = None
 
-    __hash__ = HashedOnce.__hash__
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
         if isinstance(self.granularity, tuple | list):
@@ -270,8 +268,6 @@ class Scheme(HashedOnce):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", constant_shape(self.shape))
-
-    __hash__ = HashedOnce.__hash__
 
     # Guards of compiled graphs compare each scheme with a copy of it on each call: itself is compared in no time.
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:

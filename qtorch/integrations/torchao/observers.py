@@ -45,17 +45,11 @@ class AffineQuantizedObserverBase(nn.Module):
         zero_point_domain: ZeroPointDomain | None = ZeroPointDomain.INT,
     ) -> None:  # fmt: skip
         super().__init__()
+        dtype: Any = target_dtype
         self.spec = QuantSpec(
-            target_dtype,  # type: ignore[arg-type]
-            granularity,
-            mapping_type,
-            zero_point_domain or ZeroPointDomain.NONE,
-            scale_dtype=scale_dtype,
-            eps=eps,
-            quant_min=quant_min,
-            quant_max=quant_max,
-            preserve_zero=preserve_zero,
-        )
+            dtype, granularity, mapping_type, zero_point_domain or ZeroPointDomain.NONE, scale_dtype=scale_dtype,
+            eps=eps, quant_min=quant_min, quant_max=quant_max, preserve_zero=preserve_zero,
+        )  # fmt: skip
         self.zero_point_dtype = zero_point_dtype
 
     @classmethod

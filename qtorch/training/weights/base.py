@@ -32,8 +32,6 @@ class TrainingScheme(HashedOnce):
     dtype: torch.dtype
     master_dtype: torch.dtype | None = None
 
-    __hash__ = HashedOnce.__hash__
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", constant_shape(self.shape))
 
