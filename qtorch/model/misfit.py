@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import Tensor, nn
 
 from ..dtypes import PaddedWeight, QuantizedTensor
-from ..primitives import LinearSpec, granularity
-from ..recipes.base import Recipe, WeightRecipe, register_recipe
+from ..primitives import granularity
+from ..recipes.base import OfRecipe, Recipe, WeightRecipe, register_recipe
 from .targets import Refused, Target
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ SMALLEST_GROUP = 8
 
 
 @register_recipe("padded")
-class Padded(WeightRecipe):
+class Padded(OfRecipe):
     """`recipe`, for inference and without data, for weights whose contracted axis its groups do not divide: the last
     group is completed with `padding` columns of zeros.
 
@@ -33,9 +33,6 @@ class Padded(WeightRecipe):
 
     recipe: WeightRecipe
     padding: int
-
-    def linear_spec(self) -> LinearSpec:
-        return self.recipe.linear_spec()
 
     def act_scale(self, device: Any) -> Tensor | None:
         return self.recipe.act_scale(device)

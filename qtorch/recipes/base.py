@@ -329,6 +329,15 @@ class WeightRecipe(Recipe):
         return replace(spec, layout=made.layout) == made and same_layout and same_scale and same_rank
 
 
+class OfRecipe(WeightRecipe):
+    """Base of the recipes whose weights have the numerics of another one, `recipe`."""
+
+    recipe: WeightRecipe
+
+    def linear_spec(self) -> LinearSpec:
+        return self.recipe.linear_spec()
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def register_recipe(name: str) -> Callable[[C], C]:
     """Class decorator: make a frozen dataclass, unless it is one, the recipe `name`, readable from JSON.

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from ..dtypes import LowRankWeight, QuantizedTensor, low_rank_weight
-from ..primitives import LinearSpec
 from ..primitives.granularity import IndivisibleError
-from .base import Branch, T, WeightRecipe, register_recipe
+from .base import Branch, OfRecipe, T, WeightRecipe, register_recipe
 
 
 @register_recipe("low_rank")
-class LowRank(WeightRecipe):
+class LowRank(OfRecipe):
     """`recipe` beside a branch of low rank in 16 bits, w = Q + up down, with up (N, rank) and down (rank, K).
 
     The branch is the best approximation of the weight, and takes its largest directions; the codes of `recipe` are of
@@ -51,9 +50,6 @@ class LowRank(WeightRecipe):
     @property
     def branch_rank(self) -> int:  # type: ignore[override]
         return self.rank
-
-    def linear_spec(self) -> LinearSpec:
-        return self.recipe.linear_spec()
 
     def act_scale(self, device: torch.device) -> Tensor | None:
         return self.recipe.act_scale(device)

@@ -27,13 +27,8 @@ def _fp4_values() -> torch.Tensor:
     return torch.cat([magnitudes, -magnitudes])
 
 
-def _fp4_table() -> tuple[float, ...]:
-    """The values of FP4, ascending. Zero has two codes in bitsandbytes and one here; the last entry is not used."""
-    return (*sorted({value + 0.0 for value in _fp4_values().tolist()}), 2.0)
-
-
-TABLES = {"nf4": NF4_TABLE, "fp4": _fp4_table()}
-"""Ascending tables by `quant_type`."""
+TABLES = {"nf4": NF4_TABLE, "fp4": (*sorted({value + 0.0 for value in _fp4_values().tolist()}), 2.0)}
+"""Ascending tables by `quant_type`. Zero of FP4 has two codes in bitsandbytes, one here; its last entry is not used."""
 
 
 @dataclass(frozen=True)

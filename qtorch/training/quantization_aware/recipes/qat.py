@@ -16,8 +16,8 @@ from torch import Tensor
 from ....calibration.observers import Observer, observer_of
 from ....calibration.statistics import Statistics
 from ....model import targets, weight_kinds
-from ....primitives import HQQRule, LinearSpec, QuantSpec
-from ....recipes.base import Recipe, WeightRecipe, register_recipe
+from ....primitives import HQQRule, QuantSpec
+from ....recipes.base import OfRecipe, Recipe, WeightRecipe, register_recipe
 from .. import qat_weight, quantizers
 from ..schedule import QuantizationSchedule
 from .base import ModuleRecipe, check_inference_recipe
@@ -25,7 +25,7 @@ from .lora_qat import LoRAQAT
 
 
 @register_recipe("scheduled_qat")
-class ScheduledQAT(ModuleRecipe):
+class ScheduledQAT(ModuleRecipe, OfRecipe):
     """Layers, `nn.Linear`, `nn.Embedding` and convolutions exactly, are trained for `recipe`; they hold the state.
 
         step < start_step       floating point
@@ -66,9 +66,6 @@ class ScheduledQAT(ModuleRecipe):
     def check_complete(self) -> None:
         if self.observer is None:
             self.recipe.check_complete()
-
-    def linear_spec(self) -> LinearSpec:
-        return self.recipe.linear_spec()
 
     def input_quantizer(self, spec: QuantSpec, static: bool) -> quantizers.Quantizer:
         if not static:
