@@ -15,14 +15,14 @@ from torch import Tensor
 
 from . import double_quant, fake_quant, qparams, scale_rules
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, dequantize_affine, quantize_affine
-from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, PerTensor, scale_shape
+from .granularity import Granularity, InBlocks, PerBlock, PerGroup, PerRow, PerTensor
 from .jsonable import HashedOnce, jsonable
 from .qdtype import QDType, qdtype
 from .rounding import Noise, Rounding
 
 
 @jsonable
-class QuantSpec(HashedOnce):
+class QuantSpec(InBlocks):
     """How one tensor is quantized. Hashable, JSON-able (`to_json` / `from_json`).
 
     Args:
@@ -112,14 +112,6 @@ class QuantSpec(HashedOnce):
         """The spec by which the rotated values are quantized."""
         return self
 
-    def block_size(self, shape: Sequence[int]) -> Block:
-        """Elements that share a scale in a tensor of this shape, per axis, which they divide (else `ValueError`)."""
-        return self.granularity.block(shape)
-
-    def scale_shape(self, shape: Sequence[int]) -> Block:
-        """Shape of the scale of a tensor of this shape."""
-        return scale_shape(shape, self.block_size(shape))
-
     def choose_range(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Range (min, max) that the codes of each block should cover, fp32, of the scale's shape."""
         check_floating_point("choose_range", input)
@@ -193,10 +185,6 @@ class QuantSpec(HashedOnce):
         return fake_quant.fake_quantize_affine(
             input, block, scale, zero_point, *self._codes, rounding=self.rounding, generator=generator, noise=noise
         )
-
-    def with_granularity(self, granularity: Granularity) -> QuantSpec:
-        """The same numerics in other blocks."""
-        return replace(self, granularity=granularity)
 
     def to_nearest(self) -> QuantSpec:
         """The same numerics, rounding to nearest."""

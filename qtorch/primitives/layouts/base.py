@@ -125,11 +125,9 @@ class Layout:
         parts = zip(self.tensors, (self.pack_qdata(codes, scheme), *others), strict=True)
         return {name: tensor for name, tensor in parts if tensor is not None}
 
-    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
-        """Inverse of `pack`; every name of `tensors` is present."""
-        qdata, scale = tensors["qdata"], tensors["scale"]
-        assert qdata is not None
-        return self.unpack_qdata(qdata, scheme), scale, tensors["zero_point"]  # type: ignore[return-value]
+    def unpack(self, tensors: Mapping[str, Any], scheme: Scheme) -> Plain:
+        """Inverse of `pack`; every name of `tensors` is present, None for those that `pack` left out."""
+        return self.unpack_qdata(tensors["qdata"], scheme), tensors["scale"], tensors["zero_point"]
 
     def pack_qdata(self, codes: Tensor, scheme: Scheme) -> Tensor:
         """The packed codes; by default the codes as they are."""

@@ -7,6 +7,7 @@ two are fp32.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -68,10 +69,8 @@ class PortableLayout(Layout):
             tensors |= {name: t.reshape(-1) for name, t in tensors.items() if name != "qdata" and t is not None}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor | None], scheme: Scheme) -> Plain:
+    def unpack(self, tensors: Mapping[str, Any], scheme: Scheme) -> Plain:
         codes, scale, zero_point = (tensors[name] for name in self.tensors)
-        assert codes is not None
-        assert scale is not None
         if self.shape is not None:
             codes = codes.movedim(1, -1).flatten(1)
         if not scheme.weight.has_zero_point:
