@@ -104,13 +104,9 @@ def _first(target: Target[Any], recipes: Sequence[Recipe | None], check: Check) 
 
 def _pad(target: Target[Any], recipe: Recipe, check: Check) -> Recipe:
     """`recipe`, with the last group completed; itself where that is not possible."""
-    if (
-        not isinstance(recipe, WeightRecipe)
-        or recipe.data is not None
-        or recipe.trains
-        or recipe.branch_rank
-        or target.kind.is_conv
-    ):
+    if not isinstance(recipe, WeightRecipe) or target.kind.is_conv:
+        return recipe
+    if recipe.data is not None or recipe.trains or recipe.branch_rank:
         return recipe
     shape = target.kind.matrix_shape(target.parameter.shape)
     spec = recipe.linear_spec()
