@@ -257,13 +257,9 @@ class WeightRecipe(Recipe):
         return torch.where(self.kept(weight.detach().float().square()), weight, 0) if self.prunes else weight
 
     def fit(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        root: Tensor | None,
-        rounded: Callable[[Tensor], T],
+        self, weight: Tensor, dtype: torch.dtype, root: Tensor | None, rounded: Callable[[Tensor], T],
         values: Callable[[T], Tensor],
-    ) -> tuple[T, Branch | None]:
+    ) -> tuple[T, Branch | None]:  # fmt: skip
         """What is made of W (N, K) fp32, of the logical dtype `dtype`, and the branch beside it: see `low_rank`.
 
         Args:

@@ -75,13 +75,9 @@ class LowRank(OfRecipe):
         return self.beside(made, branch)
 
     def fit(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        root: Tensor | None,
-        rounded: Callable[[Tensor], T],
+        self, weight: Tensor, dtype: torch.dtype, root: Tensor | None, rounded: Callable[[Tensor], T],
         values: Callable[[T], Tensor],
-    ) -> tuple[T, Branch]:
+    ) -> tuple[T, Branch]:  # fmt: skip
         """The branch, and what is made of the rest, with the least |(W - Q - up down) L|^2."""
         found: list[tuple[float, T, Branch]] = []
         target = weight

@@ -124,13 +124,9 @@ def floats_of(weight: Tensor) -> Tensor:
 
 
 def of_codes(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    spec: LinearSpec,
-    dtype: torch.dtype,
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, spec: LinearSpec, dtype: torch.dtype,
     **activation: Tensor | None,
-) -> AffineQuantizedTensor:
+) -> AffineQuantizedTensor:  # fmt: skip
     """The weight for inference of these codes (N, K); a single scale is repeated where `spec` has one for each row."""
     rows = spec.weight.scale_shape(codes.shape)[0]
     scale = scale_per_row(scale, rows).contiguous()
