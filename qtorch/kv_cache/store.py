@@ -3,7 +3,7 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..primitives.affine import check_tensors
 
 
 @jsonable
+@dataclass(frozen=True)
 class KVCacheSpec:
     """How the keys and values of attention are quantized. Hashable, JSON-able.
 
