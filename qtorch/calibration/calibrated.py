@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..dtypes import AffineQuantizedTensor, QuantizedTensor, quantized_type
 from ..model.report import CalibrationReport, TransformReport
 from ..model.targets import Refused, Target
-from ..primitives import LinearSpec, QuantSpec, RotatedSpec
-from ..recipes.base import Branch, Calibrated, ExpertStatistics, WeightRecipe, register_recipe
+from ..primitives import QuantSpec, RotatedSpec
+from ..recipes.base import Branch, Calibrated, ExpertStatistics, OfRecipe, WeightRecipe, register_recipe
 from .data import Data
 from .engine.in_order import BlockLearner
 from .observers import Observer, observer_of
@@ -161,8 +161,7 @@ class StaticActivation(NamedTuple):
 
 
 @register_recipe("calibrated")
-@dataclass(frozen=True)
-class CalibratedRecipe(WeightRecipe):
+class CalibratedRecipe(OfRecipe):
     """`recipe` with codes that are chosen on data.
 
     Args:
@@ -225,9 +224,6 @@ class CalibratedRecipe(WeightRecipe):
                     "does is int8_static_activation_int8_weight()"
                 )
         super().__post_init__()
-
-    def linear_spec(self) -> LinearSpec:
-        return self.recipe.linear_spec()
 
     @property
     def branch_rank(self) -> int:  # type: ignore[override]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..dtypes.products import inlined
-from ..kernels.conv import input_rows, prepare_conv
+from ..kernels.conv import CONVOLUTIONS, input_rows, prepare_conv
 
 Key = tuple[int, "int | None"]
 """(id of a parameter, index of the matrix of a weight (E, N, K), or None)."""
@@ -219,9 +219,7 @@ GROUPED = [f for f in (getattr(torch, "_grouped_mm", None), getattr(functional, 
 
 PRODUCTS: dict[Any, Callable[..., Iterator[Use]]] = {
     functional.linear: _linear,
-    functional.conv1d: _conv(1),
-    functional.conv2d: _conv(2),
-    functional.conv3d: _conv(3),
+    **{convolution: _conv(ndim) for ndim, convolution in CONVOLUTIONS.items()},
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
     Tensor.__matmul__: _matmul,
     torch.einsum: _einsum,
@@ -323,10 +321,6 @@ def _over_all_but(grad: Tensor, axis: int) -> Tensor:
     return grad.float().square().movedim(axis, -1).flatten(0, -2).sum(0) if grad.dim() > 1 else grad.float().square()
 
 
-def _of_linear(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad: Tensor) -> Iterator[Tensor]:
-    yield _over_all_but(grad, -1)
-
-
 def _of_matmul(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad: Tensor) -> Iterator[Tensor]:
     """Of `matmul` and `addmm`: each use is one matrix of a batch."""
     right = args[-1] if args else kwargs.get("mat2", kwargs.get("other"))
@@ -343,15 +337,13 @@ def _of_grouped_mm(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad
         start = stop
 
 
-def _of_conv(ndim: int) -> Callable[..., Iterator[Tensor]]:
+def _of_windows(ndim: int) -> Callable[..., Iterator[Tensor]]:
     return lambda owner, args, kwargs, uses, grad: iter([_over_all_but(grad, -1 - ndim)])
 
 
 SQUARES: dict[Any, Callable[..., Iterator[Tensor]]] = {
-    functional.linear: _of_linear,
-    functional.conv1d: _of_conv(1),
-    functional.conv2d: _of_conv(2),
-    functional.conv3d: _of_conv(3),
+    functional.linear: _of_windows(0),
+    **{convolution: _of_windows(ndim) for ndim, convolution in CONVOLUTIONS.items()},
     **dict.fromkeys(GROUPED, _of_grouped_mm),
 }
 """torch function -> (owner, args, kwargs, uses, gradient of the output) -> the sums of squares of each use, (N,);

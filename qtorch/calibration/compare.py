@@ -193,11 +193,8 @@ class _Unit:
             elif self.outputs and self.outputs[0].shape == y.shape:
                 self.accumulated.add(batch, mask, self.outputs.pop(0), y)
 
-        hook = (self.module if quantized else self.reference).register_forward_hook(called, with_kwargs=True)
-        try:
+        with (self.module if quantized else self.reference).register_forward_hook(called, with_kwargs=True):
             yield
-        finally:
-            hook.remove()
 
     def _see_inputs(self, inputs: Sequence[Tensor]) -> None:
         for x in inputs:

@@ -6,14 +6,14 @@ algorithms that lost least in our measurements (docs/guides/calibration).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, overload
 
 from torch import Tensor, nn
 
 from ..dtypes import LUTQuantizedTensor
-from ..primitives import CodebookSpec, LinearSpec
-from ..recipes.base import Recipe, WeightRecipe, register_recipe
+from ..primitives import CodebookSpec
+from ..recipes.base import OfRecipe, Recipe, WeightRecipe, register_recipe
 from .calibrated import CalibratedRecipe
 from .data import Data
 from .observers import Observer
@@ -118,8 +118,7 @@ def observed(
 
 
 @register_recipe("importance_weighted")
-@dataclass(frozen=True)
-class ImportanceWeighted(WeightRecipe):
+class ImportanceWeighted(OfRecipe):
     """`recipe` with tables fitted by k-means weighted by the mean square of each input, E[x_k^2], over `batches`.
 
     It minimizes
@@ -153,9 +152,6 @@ class ImportanceWeighted(WeightRecipe):
                 f"importance_weighted takes a recipe whose tables are fitted by k-means, such as "
                 f"lut_weight_only(bits=3), got {self.recipe}"
             )
-
-    def linear_spec(self) -> LinearSpec:
-        return self.recipe.linear_spec()
 
     @property
     def data(self) -> Data:

@@ -29,11 +29,13 @@ class Statistic:
     Attributes:
         paired: it takes the inputs of the float model beside those of the model as quantized so far.
         per_expert: each matrix of a weight (E, N, K) has one of its own; otherwise they have one together.
+        lists: names of the lists of what it keeps of each batch, of statistics that keep nothing else.
         rows: number of rows seen so far.
     """
 
     paired: ClassVar[bool] = False
     per_expert: ClassVar[bool] = True
+    lists: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.rows = 0
@@ -56,8 +58,13 @@ class Statistic:
         """Called when no row will be added: the mean may take the place of the sum."""
 
     def merge(self: S, other: S) -> None:
-        """Add all rows that `other` has seen; of the statistics that observers use."""
-        raise NotImplementedError
+        """Add all rows that `other` has seen, after those of this one; both are between two batches. Of the statistics
+        that observers use."""
+        if not self.lists:
+            raise NotImplementedError
+        for name in self.lists:
+            getattr(self, name).extend(getattr(other, name))
+        self.rows += other.rows
 
 
 class NoInputs(Statistic):
@@ -204,6 +211,7 @@ class BatchMagnitudes(Statistic):
     """All magnitudes of each batch, in the order seen, up to `LIMIT` of a batch at equal distances: `batches`, fp32."""
 
     per_expert: ClassVar[bool] = False
+    lists: ClassVar[tuple[str, ...]] = ("batches",)
 
     LIMIT: ClassVar[int] = 1 << 16
 
@@ -223,16 +231,12 @@ class BatchMagnitudes(Statistic):
             self.batches.append(torch.cat(self.current))
         self.current = []
 
-    def merge(self, other: BatchMagnitudes) -> None:
-        """Add the batches of `other` after those of this one; both are between two batches."""
-        self.batches += other.batches
-        self.rows += other.rows
-
 
 class BatchRanges(Statistic):
     """The range of each batch, in the order seen: `lows` and `highs`, 0-d fp32; batches without rows have none."""
 
     per_expert: ClassVar[bool] = False
+    lists: ClassVar[tuple[str, ...]] = ("lows", "highs")
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,12 +254,6 @@ class BatchRanges(Statistic):
             self.lows.append(self.batch.low)
             self.highs.append(self.batch.high)
         self.batch = Range()
-
-    def merge(self, other: BatchRanges) -> None:
-        """Add the batches of `other` after those of this one; both are between two batches."""
-        self.lows += other.lows
-        self.highs += other.highs
-        self.rows += other.rows
 
 
 BINS = 8192

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from ..dtypes.matrix_weight import type_of_scheme
-from ..primitives.files import naming, read_json
+from ..primitives.files import Closable, naming, read_json
 from ..primitives.spec import Scheme
 from .header import HEADER, is_file_name
 from .sources import SOURCES, Contents, Source, register_source
@@ -41,7 +41,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 T = TypeVar("T")
 
 
-class HFFolder:
+class HFFolder(Closable):
     """The open files of a folder, with validated headers; a context manager. It is opened by its path, its index, or
     one safetensors file, or of another kind by `opens`, which begins with `root`; the attribute `root` is the folder,
     and `config` the contents of config.json, empty if there is none. `metadata` are those of all files, of which a
@@ -58,31 +58,19 @@ class HFFolder:
         root = root or find_root(path)
         if root is None:
             raise FileNotFoundError(f"{path}: no {SUFFIX} file, or several without an index that names them")
-        try:
+        with self.closed_by_errors():
             if root.name.endswith(".json"):
                 self._open_shards(root)
             else:
                 self._open(root)
-        except BaseException:
-            self.close()
-            raise
         self.stored: Mapping[str, Stored] = {name: file.stored[name] for name, file in self._owners.items()}
 
     @classmethod
     def opened(cls, path: Path, make: Callable[[HFFolder], T], **files: Any) -> T:
         """What `make` makes of the open folder, which is closed after an error."""
         folder = cls(path, **files)
-        try:
+        with folder.closed_by_errors():
             return make(folder)
-        except BaseException:
-            folder.close()
-            raise
-
-    def __enter__(self) -> HFFolder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the files; mapped tensors stay valid."""

@@ -221,14 +221,11 @@ class PartFile:
     def _verify(self, place: Path) -> None:
         """Raise `ValueError` unless the tensors are there."""
         if self.is_finished:
-            finished = tensor_file.TensorFile(place)
-            try:
+            with tensor_file.TensorFile(place) as finished:
                 described = {tensor.name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for tensor in self.written}
                 whole = described == {name: (of.dtype, of.shape) for name, of in finished.stored.items()} and all(
                     tensor.is_in(finished._file, finished.stored[tensor.name].start) for tensor in self.written
                 )
-            finally:
-                finished.close()
         else:
             sizes = [self.begin, 0]
             whole = True

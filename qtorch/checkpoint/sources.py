@@ -34,7 +34,7 @@ class Contents(NamedTuple):
     scheme: spec.Scheme | None = None
 
 
-class Source(ABC):
+class Source(files.Closable, ABC):
     """A checkpoint that is open for reading; a context manager.
 
     Attributes:
@@ -71,16 +71,6 @@ class Source(ABC):
     def optional(self) -> Set[str]:
         """Names that a model need not have, because it computes the same without them: biases that are zero."""
         return frozenset()
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files."""
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 PICKLES = (".bin", ".pt", ".pth")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..primitives.files import MAX_JSON, open_regular, parse_json
+from ..primitives.files import MAX_JSON, Closable, open_regular, parse_json
 from ..primitives.tracing import plain_name
 
 ALIGNMENT = 64
@@ -92,7 +92,7 @@ def data_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-class TensorFile:
+class TensorFile(Closable):
     """An open file with a validated header: metadata, and tensors of which none reaches beyond the data or overlaps
     another. A file that is truncated or in another format is a `ValueError`."""
 
@@ -100,11 +100,8 @@ class TensorFile:
         self.path = path
         self._map: mmap.mmap | None = None
         self._file = open_regular(path)
-        try:
+        with self.closed_by_errors():
             self.metadata, self.stored = self._read_header()
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Close the file; mapped tensors stay valid."""

@@ -82,17 +82,13 @@ def _say(error: object, status: int) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments; `run` is the function of the subcommand. Help and arguments that argparse refuses end the
     process; others that are wrong are a `UsageError`."""
-    parser = argparse.ArgumentParser(
-        prog="qtorch",
-        description="Quantize checkpoints, look into them, and measure them.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form, what = argparse.RawDescriptionHelpFormatter, "Quantize checkpoints, look into them, and measure them."
+    parser = argparse.ArgumentParser(prog="qtorch", description=what, epilog=_EPILOG, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"qtorch {sys.modules['qtorch'].__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
     for name, text, add_arguments, run, check_more in COMMANDS:
         about, _, more = text.partition("\n")
-        form, more = argparse.RawDescriptionHelpFormatter, f"{about}\n{more}"
+        more = f"{about}\n{more}"
         command = commands.add_parser(name, help=about.rstrip("."), description=more, formatter_class=form)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -105,18 +105,10 @@ def add_recipe(parser: argparse.ArgumentParser, required: bool) -> None:
     either("--recipe", metavar="NAME", help="a recipe for all linear layers: int4_weight_only, int8_weight_only(), ...")
     either("--config", type=Path, metavar="FILE", help='JSON, a recipe for each name: {"lm_head": null, ".*": "..."}')
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument of the recipe: group_size=32")
-    add(
-        "--targets",
-        default="linear",
-        metavar="KIND[,KIND]",
-        help="what the recipe reaches: linear (the default), all, experts, embedding, ...",
-    )
-    add(
-        "--on-misfit",
-        default="error",
-        choices=("error", "pad", "coarser", "skip"),
-        help="what becomes of weights that groups do not divide; default error",
-    )
+    reach = "what the recipe reaches: linear (the default), all, experts, embedding, ..."
+    add("--targets", default="linear", metavar="KIND[,KIND]", help=reach)
+    misfit = "what becomes of weights that groups do not divide; default error"
+    add("--on-misfit", default="error", choices=("error", "pad", "coarser", "skip"), help=misfit)
 
 
 def add_computation(parser: argparse.ArgumentParser, dtype: str) -> None:

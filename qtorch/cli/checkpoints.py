@@ -96,13 +96,8 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     add("src", type=Path, metavar="SRC")
     add("dst", type=Path, metavar="DST")
     shared.add_target(parser)
-    add(
-        "--type",
-        action="append",
-        default=[],
-        metavar="[NAME=]TYPE",
-        help="gguf: the type of weights in floating point, Q8_0, of all or of those with a NAME, or regular expression",
-    )
+    kind = "gguf: the type of weights in floating point, Q8_0, of all or of those with a NAME, or regular expression"
+    add("--type", action="append", default=[], metavar="[NAME=]TYPE", help=kind)
     add("--requantize", action="store_true", help="gguf: round weights once more that are quantized in another way")
 
 

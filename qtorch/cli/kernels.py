@@ -35,16 +35,8 @@ def _explain(arguments: argparse.Namespace) -> None:
     data, lines = [], []
     for problem, names in groups.items():
         found = explain_problem(problem)
-        data.append(
-            {
-                "weights": names,
-                "shape": list(problem.scheme.shape),
-                "scheme": str(problem.scheme.spec),
-                "kernel": found.kernel,
-                "note": found.note,
-                "rejected": dict(found.rejected),
-            }
-        )
+        about = {"weights": names, "shape": list(problem.scheme.shape), "scheme": str(problem.scheme.spec)}
+        data.append({**about, "kernel": found.kernel, "note": found.note, "rejected": dict(found.rejected)})
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         shape = "x".join(map(str, problem.scheme.shape))
         lines.append(f"{names[0]}{more}, {shape}\n{found}")

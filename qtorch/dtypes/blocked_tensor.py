@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ aten = torch.ops.aten
 
 
 @jsonable
-@dataclass(frozen=True)
 class BlockedScheme(matrix_weight.MatrixScheme):
     """Scheme of a `BlockedTensor`.
 
@@ -44,8 +43,6 @@ class BlockedScheme(matrix_weight.MatrixScheme):
         super().__post_init__()
         if self.block < 1:
             raise ValueError(f"BlockedScheme: a block has at least one element, got {self.block}")
-
-    __hash__ = matrix_weight.MatrixScheme.__hash__
 
     @property
     def blocks(self) -> granularity.FlatBlocks:

@@ -20,17 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.conv import (
-    CONVOLUTIONS,
-    Size,
-    Window,
-    from_matrix,
-    multiply_windows,
-    prepare_conv,
-    to_matrix,
-    windows,
-    with_bias,
-)  # fmt: skip
+from ..kernels import conv as by_windows
+from ..kernels.conv import CONVOLUTIONS, Size, Window, multiply_windows, prepare_conv, windows, with_bias
 from ..kernels.registry import Problem, choose
 from ..primitives import Scheme, jsonable, tracing
 from ..primitives.layouts import layout_for
@@ -69,14 +60,8 @@ class ConvWeight(matrix_weight.MatrixWeight):
 
     scheme_type = ConvScheme
     scheme: ConvScheme
-
-    @staticmethod
-    def to_matrix(weight: Tensor) -> Tensor:
-        return to_matrix(weight)
-
-    @staticmethod
-    def from_matrix(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-        return from_matrix(matrix, shape)
+    to_matrix = staticmethod(by_windows.to_matrix)
+    from_matrix = staticmethod(by_windows.from_matrix)
 
     def cut(self, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> ConvWeight:
         if axis % len(self.scheme.shape):

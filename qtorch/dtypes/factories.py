@@ -24,17 +24,11 @@ def to_affine_quantized_intx(
     `zero_point_dtype` is accepted for compatibility and ignored: zero points are stored, without loss, in the storage
     dtype of the codes, or in the dtype of the scale where they are real numbers.
     """
+    dtype: Any = target_dtype
     spec = QuantSpec(
-        target_dtype,  # type: ignore[arg-type]
-        PerBlock(tuple(block_size)),
-        mapping_type,
-        zero_point_domain,
-        scale_dtype=scale_dtype,
-        eps=eps,
-        quant_min=quant_min,
-        quant_max=quant_max,
-        preserve_zero=preserve_zero,
-    )
+        dtype, PerBlock(tuple(block_size)), mapping_type, zero_point_domain, scale_dtype=scale_dtype, eps=eps,
+        quant_min=quant_min, quant_max=quant_max, preserve_zero=preserve_zero,
+    )  # fmt: skip
     return AffineQuantizedTensor.from_float(input_float, LinearSpec(spec, layout=_layout))
 
 
@@ -44,14 +38,10 @@ def to_affine_quantized_intx_static(
     zero_point_domain: ZeroPointDomain = ZeroPointDomain.INT, _layout: Layout = PlainLayout(),
 ) -> AffineQuantizedTensor:  # fmt: skip
     """Quantize a float tensor with given scales and zero points, one element per block."""
-    spec = QuantSpec(
-        target_dtype,  # type: ignore[arg-type]
-        PerBlock(tuple(block_size)),
-        MappingType.SYMMETRIC if zero_point is None else MappingType.ASYMMETRIC,
-        ZeroPointDomain.NONE if zero_point is None else zero_point_domain,
-        quant_min=quant_min,
-        quant_max=quant_max,
-    )
+    mapping = MappingType.SYMMETRIC if zero_point is None else MappingType.ASYMMETRIC
+    domain = ZeroPointDomain.NONE if zero_point is None else zero_point_domain
+    dtype: Any = target_dtype
+    spec = QuantSpec(dtype, PerBlock(tuple(block_size)), mapping, domain, quant_min=quant_min, quant_max=quant_max)
     shape = spec.scale_shape(input_float.shape)
     scale = scale.reshape(shape)
     if zero_point is not None:

@@ -7,7 +7,7 @@ quantized. So the branch takes what codes represent worst (SVDQuant, arXiv 2411.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ _PASSES = 6
 
 
 @jsonable
-@dataclass(frozen=True)
 class LowRankScheme(matrix_weight.MatrixScheme):
     """Scheme of a matrix (N, K) beside a branch of rank `rank`."""
 
@@ -42,8 +41,6 @@ class LowRankScheme(matrix_weight.MatrixScheme):
         super().__post_init__()
         if len(self.shape) != 2 or type(self.rank) is not int or self.rank < 1:
             raise ValueError(f"a branch of low rank is one of a matrix, got shape {self.shape}, rank {self.rank!r:.40}")
-
-    __hash__ = matrix_weight.MatrixScheme.__hash__
 
 
 class LowRankWeight(matrix_weight.MatrixWeight):

@@ -134,12 +134,6 @@ implements_function(functional.multi_head_attention_forward)(inlined(functional.
 @implements_aten(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Handle products that reach aten without a call of a torch function of this file (inside torch.tensordot)."""
-    by_overload: dict[Any, Callable[..., Tensor]] = {
-        aten.mm.default: mm,
-        aten.bmm.default: bmm,
-        aten.addmm.default: addmm,
-        aten.baddbmm.default: baddbmm,
-    }
     in_backward = torch._C._current_graph_task_id() != -1
     quantizes_input = any(isinstance(arg, QuantizedTensor) and arg.scheme.activation is not None for arg in args)
     if in_backward and quantizes_input:
@@ -151,7 +145,9 @@ def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
             )
         # torch's formula multiplies the gradient by the weight: straight through the quantization of the input.
         args = [arg.with_activation(None) if isinstance(arg, QuantizedTensor) else arg for arg in args]
-    return by_overload[func](*args, **kwargs)
+    by_packet: Any = {aten.mm: mm, aten.bmm: bmm, aten.addmm: addmm, aten.baddbmm: baddbmm}
+    made: Tensor = by_packet[func.overloadpacket](*args, **kwargs)
+    return made
 
 
 # `torch.einsum` of two operands, computed by matrix products.

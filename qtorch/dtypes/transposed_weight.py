@@ -26,7 +26,6 @@ aten = torch.ops.aten
 
 
 @jsonable
-@dataclass(frozen=True)
 class PaddedScheme(matrix_weight.MatrixScheme):
     """Scheme of a weight (..., N, K) that is held as (..., N, K + padding)."""
 
@@ -39,8 +38,6 @@ class PaddedScheme(matrix_weight.MatrixScheme):
                 f"a {type(self).__name__} has two or more dimensions and a padding of zero or more, got shape "
                 f"{self.shape} and {self.padding!r:.40}"
             )
-
-    __hash__ = matrix_weight.MatrixScheme.__hash__
 
     @property
     def codes_shape(self) -> tuple[int, ...]:

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from ..dtypes import PaddedWeight, QuantizedTensor
-from ..primitives import LinearSpec, granularity
-from ..recipes.base import Recipe, WeightRecipe, register_recipe
+from ..primitives import granularity
+from ..recipes.base import OfRecipe, Recipe, WeightRecipe, register_recipe
 from .targets import Refused, Target
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ SMALLEST_GROUP = 8
 
 
 @register_recipe("padded")
-@dataclass(frozen=True)
-class Padded(WeightRecipe):
+class Padded(OfRecipe):
     """`recipe`, for inference and without data, for weights whose contracted axis its groups do not divide: the last
     group is completed with `padding` columns of zeros.
 
@@ -34,9 +33,6 @@ class Padded(WeightRecipe):
 
     recipe: WeightRecipe
     padding: int
-
-    def linear_spec(self) -> LinearSpec:
-        return self.recipe.linear_spec()
 
     def act_scale(self, device: Any) -> Tensor | None:
         return self.recipe.act_scale(device)
@@ -108,13 +104,9 @@ def _first(target: Target[Any], recipes: Sequence[Recipe | None], check: Check) 
 
 def _pad(target: Target[Any], recipe: Recipe, check: Check) -> Recipe:
     """`recipe`, with the last group completed; itself where that is not possible."""
-    if (
-        not isinstance(recipe, WeightRecipe)
-        or recipe.data is not None
-        or recipe.trains
-        or recipe.branch_rank
-        or target.kind.is_conv
-    ):
+    if not isinstance(recipe, WeightRecipe) or target.kind.is_conv:
+        return recipe
+    if recipe.data is not None or recipe.trains or recipe.branch_rank:
         return recipe
     shape = target.kind.matrix_shape(target.parameter.shape)
     spec = recipe.linear_spec()

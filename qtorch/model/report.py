@@ -249,16 +249,10 @@ class QuantizeReport:
     def _transformed(self) -> str:
         if not self.transforms:
             return ""
-        rows = [
-            (
-                item.transform,
-                item.name,
-                f"{item.action}: {item.detail}",
-                "" if item.error_before is None else f"{item.error_before:.3g}",
-                "" if item.error_after is None else f"{item.error_after:.3g}",
-            )
-            for item in self.transforms
-        ]
+        rows = []
+        for item in self.transforms:
+            errors = ["" if each is None else f"{each:.3g}" for each in (item.error_before, item.error_after)]
+            rows.append((item.transform, item.name, f"{item.action}: {item.detail}", *errors))
         return "\n\n" + format_table(("transform", "of", "what", "error before", "after"), rows)
 
     def _largest_left(self) -> list[str]:

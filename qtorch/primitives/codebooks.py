@@ -9,7 +9,7 @@ found by comparing with the midpoints; a value at a midpoint goes to the lower e
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from . import floatx, qparams, slices, spec
 from .affine import check_floating_point, with_non_finite
 from .double_quant import check_scale_spec, dequantize_scale, quantize_scale
-from .granularity import Block, BlockView, Granularity, PerGroup, PerRow, scale_shape
+from .granularity import BlockView, Granularity, InBlocks, PerGroup, PerRow
 from .jsonable import jsonable, to_json
 from .qdtype import QDType, qdtype
 from .rounding import Rounding
@@ -181,8 +181,7 @@ def _check_table(view: BlockView, table: Tensor) -> None:
 
 
 @jsonable
-@dataclass(frozen=True)
-class CodebookSpec:
+class CodebookSpec(InBlocks):
     """How one tensor is quantized with look-up tables. Hashable, JSON-able.
 
     Args:
@@ -227,14 +226,6 @@ class CodebookSpec:
     @property
     def has_zero_point(self) -> bool:
         return False
-
-    def block_size(self, shape: Sequence[int]) -> Block:
-        """As of `QuantSpec`."""
-        return self.granularity.block(shape)
-
-    def scale_shape(self, shape: Sequence[int]) -> Block:
-        """As of `QuantSpec`."""
-        return scale_shape(shape, self.block_size(shape))
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -294,10 +285,6 @@ class CodebookSpec:
         """Reals of `codes`; see `dequantize_codebook`."""
         return dequantize_codebook(codes, self.block_size(codes.shape), scale, table, output_dtype)
 
-    def with_granularity(self, granularity: Granularity) -> "CodebookSpec":
-        """The same spec with another granularity."""
-        return replace(self, granularity=granularity)
-
     def to_nearest(self) -> "CodebookSpec":
         """The same spec, rounding to nearest."""
         return replace(self, rounding=Rounding.NEAREST_EVEN)
@@ -339,7 +326,6 @@ def power_table(bits: int, power: int, signed: bool) -> tuple[float, ...]:
 
 
 @jsonable
-@dataclass(frozen=True)
 class PowerSpec(CodebookSpec):
     """A `CodebookSpec` with the table at the top of the file, which `table` need not give.
 

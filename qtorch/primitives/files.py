@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from io import FileIO
 from typing import Any
 
+from typing_extensions import Self
+
 MAX_JSON = 100_000_000
 """Bytes of a JSON file, the limit of the safetensors library for a header."""
 
@@ -23,6 +25,29 @@ MAX_VALUES = 6_000_000
 """An empty list takes 3 bytes of text and 80 of memory."""
 
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+class Closable:
+    """What holds files: a context manager that ends by `close`."""
+
+    def close(self) -> None:
+        """Close the files."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @contextmanager
+    def closed_by_errors(self) -> Iterator[None]:
+        """Close after an error, and after that alone."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:

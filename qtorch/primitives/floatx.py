@@ -43,12 +43,9 @@ class SignedFormat:
         raise NotImplementedError
 
     def encode(
-        self,
-        x: Tensor,
-        rounding: Rounding = Rounding.NEAREST_EVEN,
-        generator: torch.Generator | None = None,
+        self, x: Tensor, rounding: Rounding = Rounding.NEAREST_EVEN, generator: torch.Generator | None = None,
         noise: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Codes of `x` (fp32, any shape), saturating.
 
         Args:

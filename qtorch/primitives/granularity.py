@@ -10,16 +10,17 @@ For a weight (N, K), `PerRow` gives blocks (1, K) and a scale (N, 1), groups of 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .jsonable import jsonable, wrong_type
+from .jsonable import HashedOnce, jsonable, wrong_type
 from .tracing import is_compiling
 
 Block = tuple[int, ...]
+S = TypeVar("S", bound="InBlocks")
 
 
 class Granularity:
@@ -34,7 +35,6 @@ class Granularity:
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerTensor(Granularity):
     """One scale for the whole tensor."""
 
@@ -43,7 +43,6 @@ class PerTensor(Granularity):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerRow(Granularity):
     """One scale per row, which is the last axis: per output channel of a weight (N, K)."""
 
@@ -52,13 +51,11 @@ class PerRow(Granularity):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerToken(PerRow):
     """One scale per token: `PerRow` under the name that is usual for activations."""
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerAxis(Granularity):
     """One scale per index along `axis`; ``PerAxis(0)`` is per output channel of a convolution."""
 
@@ -71,7 +68,6 @@ class PerAxis(Granularity):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerGroup(Granularity):
     """One scale per `group_size` consecutive elements of the last axis; -1 is the whole row."""
 
@@ -89,7 +85,6 @@ class PerGroup(Granularity):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PerBlock(Granularity):
     """Explicit block sizes, right-aligned (missing leading axes are 1); -1 is a whole axis."""
 
@@ -143,6 +138,24 @@ def scale_shape(shape: Sequence[int], block: Block) -> Block:
 def block_of(shape: Sequence[int], scale: Sequence[int]) -> Block:
     """The block that follows from the shape of the tensor and the shape of its scale."""
     return tuple(1 if s == n else n // s for n, s in zip(shape, scale, strict=True))
+
+
+class InBlocks(HashedOnce):
+    """Base of the specs: what follows from which elements share a scale."""
+
+    granularity: Granularity
+
+    def block_size(self, shape: Sequence[int]) -> Block:
+        """Elements that share a scale in a tensor of this shape, per axis, which they divide (else `ValueError`)."""
+        return self.granularity.block(shape)
+
+    def scale_shape(self, shape: Sequence[int]) -> Block:
+        """Shape of the scale of a tensor of this shape."""
+        return scale_shape(shape, self.block_size(shape))
+
+    def with_granularity(self: S, granularity: Granularity) -> S:
+        """The same numerics in other blocks."""
+        return replace(self, granularity=granularity)  # type: ignore[type-var]
 
 
 class BlockView:

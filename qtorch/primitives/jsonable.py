@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import dataclass_transform
 
 from .discovery import import_later
 
@@ -29,10 +30,14 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 _STRING_READERS: dict[str, Callable[[str], Any]] = {"torch": lambda name: _DTYPES[f"torch.{name}"]}
 
 
-def jsonable(cls: type[T], called: str = "") -> type[T]:
-    """Class decorator: make a frozen dataclass, or an `enum.Enum`, readable by `from_json` under its class name, which
-    no other class may have. Messages name it as it is `called`, by default so too."""
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def jsonable(cls: type[T], called: str = "", *, repr: bool = True) -> type[T]:
+    """Class decorator: make a class a frozen dataclass, unless it is a dataclass or an `enum.Enum`, and readable by
+    `from_json` under its class name, which no other class may have. Messages name it as it is `called`, by default so
+    too; without `repr` it keeps the one that it inherits."""
     name = cls.__name__
+    if not issubclass(cls, enum.Enum) and "__dataclass_params__" not in vars(cls):
+        dataclasses.dataclass(frozen=True, repr=repr)(cls)
     _CALLED[cls] = called or name
     if CLASSES.setdefault(name, cls) is not cls:
         raise ValueError(f"jsonable: the name {name!r} is already taken by {CLASSES[name]!r}")
@@ -60,8 +65,10 @@ def _named(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class HashedOnce:
-    """Base of metadata by which kernels are looked up: its hash is computed at the first use. A dataclass makes one of
-    its own unless it has ``__hash__ = HashedOnce.__hash__``."""
+    """Base of metadata by which kernels are looked up: its hash is computed at the first use."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__hash__ = HashedOnce.__hash__  # type: ignore[method-assign]  # else a dataclass makes one of its own
 
     def __hash__(self) -> int:
         own = vars(self)

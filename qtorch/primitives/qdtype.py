@@ -55,12 +55,9 @@ class QDType:
         return self.is_floating_point and self.format is None
 
     def encode(
-        self,
-        values: torch.Tensor,
-        rounding: Rounding = Rounding.NEAREST_EVEN,
-        generator: torch.Generator | None = None,
-        noise: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, values: torch.Tensor, rounding: Rounding = Rounding.NEAREST_EVEN,
+        generator: torch.Generator | None = None, noise: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Codes, in the storage dtype, of fp32 `values` within the bounds, which integer types need rounded; the other
         arguments are for floating-point types, see `round_to_integer`."""
         if self.format is not None:

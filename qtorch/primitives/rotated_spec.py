@@ -10,7 +10,7 @@ Source: QuaRot, arXiv 2404.00456 (online Hadamard transforms); of blocks for MXF
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from .jsonable import jsonable
 
 
 @jsonable
-@dataclass(frozen=True)
 class RotatedSpec(spec.QuantSpec):
     """A `QuantSpec` whose blocks are rotated; see the top of the file. Arguments are those of `QuantSpec`.
 

@@ -2,7 +2,6 @@
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ class Rounding(enum.Enum):
 
 
 @jsonable
-@dataclass(frozen=True)
 class Noise:
     """The random numbers u of stochastic rounding, uniform on [0, 1).
 

@@ -4,7 +4,7 @@ A rule implements `min_max(input, spec)`, which returns two fp32 tensors in the 
 `choose_qparams_affine_with_min_max` turns them into scale and zero point. A new rule is a frozen dataclass.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import ClassVar
 
@@ -41,7 +41,6 @@ class ScaleRule:
 
 
 @jsonable
-@dataclass(frozen=True)
 class MinMaxRule(ScaleRule):
     """The whole range of the block; with a symmetric mapping, that is [-absmax, absmax]."""
 
@@ -52,7 +51,6 @@ class MinMaxRule(ScaleRule):
 
 
 @jsonable
-@dataclass(frozen=True)
 class AbsMaxRule(ScaleRule):
     """[-a, a] with a = `clipping_scale` max |x|, for every mapping; below 1, what is larger clips."""
 
@@ -72,7 +70,6 @@ class AbsMaxRule(ScaleRule):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PowerMeanRule(ScaleRule):
     """[-a, a] with a = `clipping_scale` (mean |x|^p)^(1/p), the mean over the elements that are not zero.
 
@@ -101,7 +98,6 @@ class PowerMeanRule(ScaleRule):
 
 
 @jsonable
-@dataclass(frozen=True)
 class AbsMeanRule(ScaleRule):
     """The range for which scale = mean |x| (BitNet b1.58, arXiv 2402.17764, eq. 1-3, with codes in {-1, 0, 1})."""
 
@@ -118,7 +114,6 @@ class AbsMeanRule(ScaleRule):
 
 
 @jsonable
-@dataclass(frozen=True)
 class LSQRule(ScaleRule):
     """The range for which scale = 2 mean |x| / sqrt(Q_P), the initial step of LSQ (arXiv 1902.08153, section 2.1).
 
@@ -137,7 +132,6 @@ class LSQRule(ScaleRule):
 
 
 @jsonable
-@dataclass(frozen=True)
 class FixedRangeRule(ScaleRule):
     """The fixed range [low, high] for any data, such as [0, 1] for softmax outputs, or a learned clip."""
 
@@ -157,7 +151,6 @@ class FixedRangeRule(ScaleRule):
 
 
 @jsonable
-@dataclass(frozen=True)
 class PercentileRule(ScaleRule):
     """The range without the outermost (1 - p/100) / 2 of the elements on either side, so that outliers clip."""
 
@@ -182,7 +175,6 @@ class PercentileRule(ScaleRule):
 
 
 @jsonable
-@dataclass(frozen=True)
 class MSERule(ScaleRule):
     """Shrink [min, max] by the factor in [smallest, 1] that minimizes |x - dequantize(quantize(x))|^2, per block.
 
@@ -251,7 +243,6 @@ CHUNK = 2**20
 
 
 @jsonable
-@dataclass(frozen=True)
 class HQQRule(ScaleRule):
     """The range with the least mean |x - dequantize(quantize(x))|^p per block, by half-quadratic optimization.
 

@@ -7,7 +7,7 @@ where a tensor lives and which kernel runs must not change numbers, so they are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +15,14 @@ from torch import Tensor
 
 from . import double_quant, fake_quant, qparams, scale_rules
 from .affine import MappingType, ZeroPointDomain, check_floating_point, code_range, dequantize_affine, quantize_affine
-from .granularity import Block, Granularity, PerBlock, PerGroup, PerRow, PerTensor, scale_shape
+from .granularity import Granularity, InBlocks, PerBlock, PerGroup, PerRow, PerTensor
 from .jsonable import HashedOnce, jsonable
 from .qdtype import QDType, qdtype
 from .rounding import Noise, Rounding
 
 
 @jsonable
-@dataclass(frozen=True)
-class QuantSpec(HashedOnce):
+class QuantSpec(InBlocks):
     """How one tensor is quantized. Hashable, JSON-able (`to_json` / `from_json`).
 
     Args:
@@ -61,8 +60,6 @@ class QuantSpec(HashedOnce):
     scale_spec: QuantSpec | None = None
     preserve_max_val: bool = True
     noise: Noise | None = None
-
-    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", qdtype(self.dtype))
@@ -114,14 +111,6 @@ class QuantSpec(HashedOnce):
     def unrotated(self) -> QuantSpec:
         """The spec by which the rotated values are quantized."""
         return self
-
-    def block_size(self, shape: Sequence[int]) -> Block:
-        """Elements that share a scale in a tensor of this shape, per axis, which they divide (else `ValueError`)."""
-        return self.granularity.block(shape)
-
-    def scale_shape(self, shape: Sequence[int]) -> Block:
-        """Shape of the scale of a tensor of this shape."""
-        return scale_shape(shape, self.block_size(shape))
 
     def choose_range(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Range (min, max) that the codes of each block should cover, fp32, of the scale's shape."""
@@ -197,10 +186,6 @@ class QuantSpec(HashedOnce):
             input, block, scale, zero_point, *self._codes, rounding=self.rounding, generator=generator, noise=noise
         )
 
-    def with_granularity(self, granularity: Granularity) -> QuantSpec:
-        """The same numerics in other blocks."""
-        return replace(self, granularity=granularity)
-
     def to_nearest(self) -> QuantSpec:
         """The same numerics, rounding to nearest."""
         return replace(self, rounding=Rounding.NEAREST_EVEN, noise=None)
@@ -215,7 +200,6 @@ class QuantSpec(HashedOnce):
 
 
 @jsonable
-@dataclass(frozen=True)
 class LinearSpec:
     """How a layer is quantized: its weight, the activation that meets it, and how the weight is laid out in memory.
 
@@ -254,7 +238,6 @@ def constant_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @jsonable
-@dataclass(frozen=True)
 class Scheme(HashedOnce):
     """Metadata of a quantized tensor: hashable, JSON-able, no tensors and no callables.
 
@@ -273,8 +256,6 @@ class Scheme(HashedOnce):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", constant_shape(self.shape))
-
-    __hash__ = HashedOnce.__hash__
 
     # Guards of compiled graphs compare each scheme with a copy of it on each call: itself is compared in no time.
     def __deepcopy__(self, memo: dict[int, Any]) -> Scheme:

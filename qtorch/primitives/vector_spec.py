@@ -22,7 +22,7 @@ Sources: QuIP#, arXiv 2402.04396 (Hadamard matrices with random signs; codebooks
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -107,7 +107,6 @@ def unpack_vectors(packed: Tensor, axis: int = -1) -> Tensor:
 
 
 @jsonable
-@dataclass(frozen=True)
 class VectorSpec(spec.QuantSpec):
     """A `QuantSpec` whose codes are entries of a codebook; see the top of the file. Arguments are those of `QuantSpec`,
     of which the range, the mapping and the rule for scales are fixed: the scale is the root mean square of a group,
@@ -184,7 +183,6 @@ def codebook_arguments() -> dict[str, Any]:
 
 
 @jsonable
-@dataclass(frozen=True)
 class RotatedVectorSpec(rotated_spec.RotatedSpec, VectorSpec):
     """A `VectorSpec` whose rows are rotated; see the top of the file.
 

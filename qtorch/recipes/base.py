@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, replace
+from dataclasses import field, fields, replace
 from difflib import get_close_matches
 from enum import Enum
 from types import NoneType
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import dataclass_transform
 
 from ..dtypes import QuantizedTensor, quantized_type
 from ..dtypes.parameter import FROZEN
@@ -186,13 +187,13 @@ class Recipe:
     def __str__(self) -> str:
         """The call that makes the recipe, without default arguments and without data."""
         arguments = []
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.repr and value != field.default:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, each.name)
+            if each.repr and value != each.default:
                 text = (
                     str(value) if isinstance(value, Recipe) else value.name if isinstance(value, Enum) else repr(value)
                 )
-                arguments.append(f"{field.name}={text}")
+                arguments.append(f"{each.name}={text}")
         return f"{self.name}({', '.join(arguments)})"
 
 
@@ -256,13 +257,9 @@ class WeightRecipe(Recipe):
         return torch.where(self.kept(weight.detach().float().square()), weight, 0) if self.prunes else weight
 
     def fit(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        root: Tensor | None,
-        rounded: Callable[[Tensor], T],
+        self, weight: Tensor, dtype: torch.dtype, root: Tensor | None, rounded: Callable[[Tensor], T],
         values: Callable[[T], Tensor],
-    ) -> tuple[T, Branch | None]:
+    ) -> tuple[T, Branch | None]:  # fmt: skip
         """What is made of W (N, K) fp32, of the logical dtype `dtype`, and the branch beside it: see `low_rank`.
 
         Args:
@@ -328,8 +325,18 @@ class WeightRecipe(Recipe):
         return replace(spec, layout=made.layout) == made and same_layout and same_scale and same_rank
 
 
+class OfRecipe(WeightRecipe):
+    """Base of the recipes whose weights have the numerics of another one, `recipe`."""
+
+    recipe: WeightRecipe
+
+    def linear_spec(self) -> LinearSpec:
+        return self.recipe.linear_spec()
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def register_recipe(name: str) -> Callable[[C], C]:
-    """Class decorator: register a frozen dataclass as the recipe `name` and make it readable from JSON.
+    """Class decorator: make a frozen dataclass, unless it is one, the recipe `name`, readable from JSON.
 
     Raises:
         ValueError: another recipe has the same name.

@@ -1,7 +1,5 @@
 """Weights as indices into tables of values, or of vectors."""
 
-from dataclasses import dataclass
-
 import torch
 
 from ..dtypes.codebook_tensor import nf4_spec
@@ -12,7 +10,6 @@ from .base import WeightRecipe, register_recipe
 
 
 @register_recipe("lut_weight_only")
-@dataclass(frozen=True)
 class LUTWeightOnly(WeightRecipe):
     """Weights as indices into tables of 2^bits values, fitted to each group by k-means.
 
@@ -36,7 +33,6 @@ class LUTWeightOnly(WeightRecipe):
 
 
 @register_recipe("nf4_weight_only")
-@dataclass(frozen=True)
 class NF4WeightOnly(WeightRecipe):
     """Weights in 4-bit NormalFloat (QLoRA, arXiv 2305.14314).
 
@@ -56,7 +52,6 @@ class NF4WeightOnly(WeightRecipe):
 
 
 @register_recipe("vector_codebook_weight_only")
-@dataclass(frozen=True)
 class VectorCodebookWeightOnly(WeightRecipe):
     """Four weights in a byte, an entry of a codebook of 256: 2 bits a weight, and a scale in bf16 for a row.
 

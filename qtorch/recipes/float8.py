@@ -1,7 +1,5 @@
 """float8 weights and other floats of few bits; activations in floating point or in float8."""
 
-from dataclasses import dataclass
-
 import torch
 
 from ..dtypes import Layout, PackedLayout
@@ -28,7 +26,6 @@ def check_row_or_tensor(recipe: WeightRecipe, granularity: Granularity) -> None:
 
 
 @register_recipe("float8_weight_only")
-@dataclass(frozen=True)
 class Float8WeightOnly(WeightRecipe):
     """Weights in float8, with the largest magnitude of a channel at the largest code.
 
@@ -50,7 +47,6 @@ class Float8WeightOnly(WeightRecipe):
 
 
 @register_recipe("float8_dynamic_activation_float8_weight")
-@dataclass(frozen=True)
 class Float8DynamicActivationFloat8Weight(WeightRecipe):
     """Weights and activations in float8, the scales of the activations computed on each call.
 
@@ -83,7 +79,6 @@ class Float8DynamicActivationFloat8Weight(WeightRecipe):
 
 
 @register_recipe("float8_dynamic_activation_int4_weight")
-@dataclass(frozen=True)
 class Float8DynamicActivationInt4Weight(WeightRecipe):
     """Weights in symmetric int4 per group of input channels, activations in float8 per token.
 
@@ -108,7 +103,6 @@ class Float8DynamicActivationInt4Weight(WeightRecipe):
 
 
 @register_recipe("fpx_weight_only")
-@dataclass(frozen=True)
 class FpxWeightOnly(WeightRecipe):
     """Weights in a floating-point format with a sign, `ebits` exponent and `mbits` mantissa bits.
 

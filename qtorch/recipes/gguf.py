@@ -60,7 +60,6 @@ class _Affine(WeightRecipe):
 
 
 @register_recipe("gguf_q8_0")
-@dataclass(frozen=True)
 class GgufQ8_0(_Affine):
     """Weights in Q8_0 of GGUF: int8, 8.5 bits a weight; `scale_rule` as in ggml by default."""
 
@@ -68,7 +67,6 @@ class GgufQ8_0(_Affine):
 
 
 @register_recipe("gguf_q5_0")
-@dataclass(frozen=True)
 class GgufQ5_0(_Affine):
     """Weights in Q5_0 of GGUF: signed codes of 5 bits, 5.5 bits a weight; `scale_rule` as in ggml by default."""
 
@@ -76,7 +74,6 @@ class GgufQ5_0(_Affine):
 
 
 @register_recipe("gguf_q5_1")
-@dataclass(frozen=True)
 class GgufQ5_1(_Affine):
     """Weights in Q5_1 of GGUF: codes of 5 bits and an offset, 6 bits a weight; `scale_rule` as in ggml by default."""
 
@@ -84,7 +81,6 @@ class GgufQ5_1(_Affine):
 
 
 @register_recipe("gguf_q4_0")
-@dataclass(frozen=True)
 class GgufQ4_0(_Affine):
     """Weights in Q4_0 of GGUF: signed codes of 4 bits, 4.5 bits a weight; `scale_rule` as in ggml by default."""
 
@@ -92,7 +88,6 @@ class GgufQ4_0(_Affine):
 
 
 @register_recipe("gguf_q4_1")
-@dataclass(frozen=True)
 class GgufQ4_1(_Affine):
     """Weights in Q4_1 of GGUF: codes of 4 bits and an offset, 5 bits a weight; `scale_rule` as in ggml by default."""
 
@@ -100,7 +95,6 @@ class GgufQ4_1(_Affine):
 
 
 @register_recipe("gguf_iq4_nl")
-@dataclass(frozen=True)
 class GgufIQ4_NL(WeightRecipe):
     """Weights in IQ4_NL of GGUF: 4-bit codes of a table whose steps grow with the magnitude, 4.5 bits a weight."""
 
@@ -147,7 +141,6 @@ class _KType(WeightRecipe):
 
 
 @register_recipe("gguf_q6_k")
-@dataclass(frozen=True)
 class GgufQ6_K(_KType):
     """Weights in Q6_K of GGUF: signed codes of 6 bits, scales in 8, 6.5625 bits a weight; `scale_rule` of groups."""
 
@@ -155,7 +148,6 @@ class GgufQ6_K(_KType):
 
 
 @register_recipe("gguf_q5_k")
-@dataclass(frozen=True)
 class GgufQ5_K(_KType):
     """Weights in Q5_K of GGUF: codes of 5 bits and offsets, 5.5 bits a weight in a file; `scale_rule` of groups."""
 
@@ -163,7 +155,6 @@ class GgufQ5_K(_KType):
 
 
 @register_recipe("gguf_q4_k")
-@dataclass(frozen=True)
 class GgufQ4_K(_KType):
     """Weights in Q4_K of GGUF: codes of 4 bits and offsets, 4.5 bits a weight in a file; `scale_rule` of groups."""
 
@@ -171,7 +162,6 @@ class GgufQ4_K(_KType):
 
 
 @register_recipe("gguf_q3_k")
-@dataclass(frozen=True)
 class GgufQ3_K(_KType):
     """Weights in Q3_K of GGUF: signed codes of 3 bits, 3.4375 bits a weight in a file; `scale_rule` of groups."""
 
@@ -179,7 +169,6 @@ class GgufQ3_K(_KType):
 
 
 @register_recipe("gguf_q2_k")
-@dataclass(frozen=True)
 class GgufQ2_K(_KType):
     """Weights in Q2_K of GGUF: codes of 2 bits and offsets, 2.625 bits a weight in a file; `scale_rule` of groups."""
 

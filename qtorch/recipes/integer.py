@@ -1,6 +1,6 @@
 """Integer weights, with activations in floating point or in int8."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -31,7 +31,6 @@ def int8_activation(granularity: Granularity, mapping: MappingType) -> QuantSpec
 
 
 @register_recipe("int8_weight_only")
-@dataclass(frozen=True)
 class Int8WeightOnly(WeightRecipe):
     """Weights in symmetric int8, codes in [-127, 127], with one fp32 scale per output channel: a quarter of fp32.
 
@@ -98,7 +97,6 @@ class _SubByte(_Grouped):
 
 
 @register_recipe("intx_weight_only")
-@dataclass(frozen=True)
 class IntxWeightOnly(_SubByte):
     """Weights in 1 to 7 bits, with a scale per group of input channels, and a zero point if asymmetric.
 
@@ -130,7 +128,6 @@ class IntxWeightOnly(_SubByte):
 
 
 @register_recipe("int4_weight_only")
-@dataclass(frozen=True)
 class Int4WeightOnly(_Grouped):
     """Weights in asymmetric 4-bit codes, with a scale and a zero point per group of input channels.
 
@@ -162,7 +159,6 @@ class Int4WeightOnly(_Grouped):
 
 
 @register_recipe("uintx_weight_only")
-@dataclass(frozen=True)
 class UIntxWeightOnly(_SubByte):
     """Weights in 1 to 7 bits, asymmetric, with a scale and a zero point per group of input channels.
 
@@ -195,7 +191,6 @@ class UIntxWeightOnly(_SubByte):
 
 
 @register_recipe("int8_dynamic_activation_int8_weight")
-@dataclass(frozen=True)
 class Int8DynamicActivationInt8Weight(WeightRecipe):
     """Weights in int8 per output channel, activations in int8 per token, their scales computed on each call.
 
@@ -221,7 +216,6 @@ class Int8DynamicActivationInt8Weight(WeightRecipe):
 
 
 @register_recipe("int8_dynamic_activation_int4_weight")
-@dataclass(frozen=True)
 class Int8DynamicActivationInt4Weight(WeightRecipe):
     """Weights in 4 bits per group of input channels, activations in int8 per token, scales computed on each call.
 

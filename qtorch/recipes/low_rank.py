@@ -1,21 +1,18 @@
 """A branch of low rank in 16 bits beside the codes of any recipe: w = Q + up down (SVDQuant, arXiv 2411.05007)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..dtypes import LowRankWeight, QuantizedTensor, low_rank_weight
-from ..primitives import LinearSpec
 from ..primitives.granularity import IndivisibleError
-from .base import Branch, T, WeightRecipe, register_recipe
+from .base import Branch, OfRecipe, T, WeightRecipe, register_recipe
 
 
 @register_recipe("low_rank")
-@dataclass(frozen=True)
-class LowRank(WeightRecipe):
+class LowRank(OfRecipe):
     """`recipe` beside a branch of low rank in 16 bits, w = Q + up down, with up (N, rank) and down (rank, K).
 
     The branch is the best approximation of the weight, and takes its largest directions; the codes of `recipe` are of
@@ -54,9 +51,6 @@ class LowRank(WeightRecipe):
     def branch_rank(self) -> int:  # type: ignore[override]
         return self.rank
 
-    def linear_spec(self) -> LinearSpec:
-        return self.recipe.linear_spec()
-
     def act_scale(self, device: torch.device) -> Tensor | None:
         return self.recipe.act_scale(device)
 
@@ -81,13 +75,9 @@ class LowRank(WeightRecipe):
         return self.beside(made, branch)
 
     def fit(
-        self,
-        weight: Tensor,
-        dtype: torch.dtype,
-        root: Tensor | None,
-        rounded: Callable[[Tensor], T],
+        self, weight: Tensor, dtype: torch.dtype, root: Tensor | None, rounded: Callable[[Tensor], T],
         values: Callable[[T], Tensor],
-    ) -> tuple[T, Branch]:
+    ) -> tuple[T, Branch]:  # fmt: skip
         """The branch, and what is made of the rest, with the least |(W - Q - up down) L|^2."""
         found: list[tuple[float, T, Branch]] = []
         target = weight

@@ -1,7 +1,7 @@
 """Weights, and activations, in the block formats of `primitives.spec`: MX and NVFP4."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,6 @@ class _Mx(WeightRecipe):
 
 
 @register_recipe("mxfp8_weight_only")
-@dataclass(frozen=True)
 class Mxfp8WeightOnly(_Mx):
     """Weights in MXFP8 (e4m3)."""
 
@@ -31,7 +30,6 @@ class Mxfp8WeightOnly(_Mx):
 
 
 @register_recipe("mxfp6_weight_only")
-@dataclass(frozen=True)
 class Mxfp6WeightOnly(_Mx):
     """Weights in MXFP6 (e2m3)."""
 
@@ -39,7 +37,6 @@ class Mxfp6WeightOnly(_Mx):
 
 
 @register_recipe("mxfp4_weight_only")
-@dataclass(frozen=True)
 class Mxfp4WeightOnly(_Mx):
     """Weights in MXFP4 (e2m1)."""
 
@@ -47,7 +44,6 @@ class Mxfp4WeightOnly(_Mx):
 
 
 @register_recipe("mxfp8_dynamic_activation_mxfp8_weight")
-@dataclass(frozen=True)
 class Mxfp8DynamicActivationMxfp8Weight(Mxfp8WeightOnly):
     """Weights and activations in MXFP8 (e4m3), with activation scales computed on each call."""
 
@@ -55,7 +51,6 @@ class Mxfp8DynamicActivationMxfp8Weight(Mxfp8WeightOnly):
 
 
 @register_recipe("mxfp4_dynamic_activation_mxfp4_weight")
-@dataclass(frozen=True)
 class Mxfp4DynamicActivationMxfp4Weight(Mxfp4WeightOnly):
     """Weights and activations in MXFP4 (e2m1), with activation scales computed on each call.
 
@@ -83,7 +78,6 @@ _SMALLEST_SCALE = 2.0**-9
 
 
 @register_recipe("nvfp4_weight_only")
-@dataclass(frozen=True)
 class Nvfp4WeightOnly(WeightRecipe):
     """Weights in NVFP4, 4.5 bits per weight.
 
@@ -142,7 +136,6 @@ def shared_tensor_scale(absmax: float) -> float:
 
 
 @register_recipe("nvfp4_dynamic_activation_nvfp4_weight")
-@dataclass(frozen=True)
 class Nvfp4DynamicActivationNvfp4Weight(Nvfp4WeightOnly):
     """Weights and activations in NVFP4, with activation scales computed on each call.
 

@@ -1,6 +1,6 @@
 """Weights with zeros that products skip: whole blocks, or two of each four elements."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -12,7 +12,6 @@ from .base import WeightRecipe, register_recipe
 
 
 @register_recipe("block_sparse")
-@dataclass(frozen=True)
 class BlockSparse(WeightRecipe):
     """`recipe` on a weight of which each row of blocks keeps those with the largest norms; the rest is dropped.
 
@@ -57,7 +56,6 @@ class _SemiSparse(WeightRecipe):
 
 
 @register_recipe("float8_dynamic_activation_float8_semi_sparse_weight")
-@dataclass(frozen=True)
 class Float8DynamicActivationFloat8SemiSparseWeight(_SemiSparse):
     """Weights and activations in float8_e4m3fn, the weights pruned to 2:4 and packed at 5 bits per element.
 
@@ -79,7 +77,6 @@ class Float8DynamicActivationFloat8SemiSparseWeight(_SemiSparse):
 
 
 @register_recipe("int8_dynamic_activation_int8_semi_sparse_weight")
-@dataclass(frozen=True)
 class Int8DynamicActivationInt8SemiSparseWeight(_SemiSparse, integer.Int8DynamicActivationInt8Weight):
     """`int8_dynamic_activation_int8_weight` with weights pruned to 2:4 and packed at 5 bits per element.
 

@@ -52,7 +52,6 @@ class StaticActivationRecipe(WeightRecipe):
 
 
 @register_recipe("float8_static_activation_float8_weight")
-@dataclass(frozen=True)
 class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
     """Weights and activations in float8, with one fixed scale for the activations; see `StaticActivationRecipe`.
 
@@ -79,7 +78,6 @@ class Float8StaticActivationFloat8Weight(StaticActivationRecipe):
 
 
 @register_recipe("int8_static_activation_int8_weight")
-@dataclass(frozen=True)
 class Int8StaticActivationInt8Weight(StaticActivationRecipe):
     """Weights in int8 per output channel, activations in int8 with one fixed scale; see `StaticActivationRecipe`.
 

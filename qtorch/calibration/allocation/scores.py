@@ -130,15 +130,9 @@ class ScoredItem:
 
 
 def score_weights(
-    items: Sequence[Item],
-    model: nn.Module,
-    data: Data | None,
-    *,
-    gradients: bool = True,
-    loss: Loss | str | None = None,
-    rounding: Rounding | None = None,
-    seed: int = 0,
-) -> list[Scores]:
+    items: Sequence[Item], model: nn.Module, data: Data | None, *, gradients: bool = True,
+    loss: Loss | str | None = None, rounding: Rounding | None = None, seed: int = 0,
+) -> list[Scores]:  # fmt: skip
     """The scores of all items, of weights alone without data; unused ones are as sensitive as the median of others."""
     if data is None:
         return [Scores([error / 2 for error in _relative_errors(item)]) for item in items]

@@ -10,6 +10,7 @@ from shapes; time is what that weight took, scaled by the operations of the othe
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -122,12 +123,10 @@ def _output_bytes(run: InOrder[Any], blocks: Sequence[nn.Module]) -> int:
         nonlocal largest
         largest = max(largest, _nbytes(output))
 
-    handles = [block.register_forward_hook(seen) for block in blocks]
-    try:
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_hook(seen))
         run.forward(0)
-    finally:
-        for handle in handles:
-            handle.remove()
     return largest
 
 

@@ -119,7 +119,7 @@ class InOrder(Generic[M]):
         self._stack = ExitStack()
         self._stack.enter_context(torch.no_grad())
         self._stack.enter_context(eval_mode(self.model))
-        self._stack.callback(self._put_floats)
+        self._stack.enter_context(installed(self._floats))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -314,10 +314,6 @@ class InOrder(Generic[M]):
         """Let the model run with what was made of a weight."""
         self.made[target.parameter] = made
         put(target, nn.Parameter(made[0], False))
-
-    def _put_floats(self) -> None:
-        for target, parameter in self._floats:
-            put(target, parameter)
 
 
 def paired(parts: Sequence[Tensor], of_float: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

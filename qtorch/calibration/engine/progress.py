@@ -25,6 +25,7 @@ import torch
 from ...checkpoint import part_file, save_load, sources, tensor_file
 from ...checkpoint.part_file import Damaged, clear_folder, read_journal, write_journal
 from ...dtypes import QuantizedTensor
+from ...primitives.files import Closable
 from ..data import Data
 from .streams import OnDisk, OutputStore
 
@@ -59,7 +60,7 @@ class Progress(Generic[M]):
         return made
 
 
-class Resumable(Progress[M]):
+class Resumable(Progress[M], Closable):
     """Progress in a folder, which is made if there is none; a context manager that holds its lock.
 
     `fingerprint` has for each part (weights, data, ...) a text that differs if that part does. `encode` makes of what
@@ -80,21 +81,15 @@ class Resumable(Progress[M]):
             raise FileNotFoundError(f"resume: there is no folder {folder.absolute().parent}")
         part_file.own_folder(folder)
         self._lock = part_file.lock(folder / _LOCK, folder)
-        try:
+        with self.closed_by_errors():
             if others := sorted(path.name for path in folder.iterdir() if not _OURS.fullmatch(path.name)):
                 raise ValueError(f"resume: {folder} holds other files ({', '.join(others[:4])}); name a new folder")
             try:
                 self.rows, self.checksums = self._read()
             except Damaged as error:
                 self._clear(error)
-        except BaseException:
-            self.__exit__()
-            raise
 
-    def __enter__(self) -> "Resumable[M]":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self._close_sources()
         os.close(self._lock)
 

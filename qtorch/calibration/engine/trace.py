@@ -5,6 +5,7 @@ of its outermost lists of modules. What follows the last block, or stands before
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,10 +52,7 @@ def trace(
         run()
     blocks = _find_blocks(model, calls, weights)
     first = min((calls.begun[block][0] for block in blocks), default=calls.count + 1)
-    early: set[int] = set()  # weights that are used before the first block runs
-    for at, use in uses:
-        if at < first:
-            early.add(id(use.weight))
+    early = {id(use.weight) for at, use in uses if at < first}  # they are used before the first block runs
     holder = {id(parameter): block for block in blocks for parameter in block.parameters()}
     before = [weight for weight in weights if id(weight) not in holder and id(weight) in early]
     after = [weight for weight in weights if id(weight) not in holder and id(weight) not in early]
@@ -115,10 +113,7 @@ def _find_blocks(model: nn.Module, calls: _Calls, weights: Sequence[Tensor]) -> 
         found: list[nn.Module] = []
         for container in _outermost(model, kind, calls):
             found += [member for member in container if any(id(p) in of_interest for p in member.parameters())]
-        holders: dict[int, int] = {}
-        for block in found:
-            for parameter in {id(p) for p in block.parameters()} & of_interest:
-                holders[parameter] = holders.get(parameter, 0) + 1
+        holders = Counter(key for block in found for key in {id(p) for p in block.parameters()} & of_interest)
         if len(found) >= 2 and all(count == 1 for count in holders.values()):
             return sorted(found, key=lambda block: calls.begun[block][0])
     return []

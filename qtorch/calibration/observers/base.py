@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
+from typing_extensions import dataclass_transform
 
 from ...primitives import QuantSpec
 from ...primitives.jsonable import call_of, jsonable
@@ -67,8 +68,9 @@ class Observer:
     __repr__ = call_of
 
 
+@dataclass_transform(frozen_default=True)
 def register_observer(name: str) -> Callable[[O], O]:
-    """Class decorator: register a frozen dataclass as the observer `name` and make it readable from JSON.
+    """Class decorator: make a frozen dataclass, unless it is one, the observer `name`, readable from JSON.
 
     Raises:
         ValueError: another observer has the same name.
@@ -78,7 +80,7 @@ def register_observer(name: str) -> Callable[[O], O]:
         if OBSERVERS.setdefault(name, cls) is not cls:
             raise ValueError(f"register_observer: {name!r} is taken by {OBSERVERS[name]!r}")
         cls.name = name
-        jsonable(cls)
+        jsonable(cls, repr=False)
         return cls
 
     return decorate

@@ -1,6 +1,5 @@
 """Observers whose range follows from extremes and means of batches, and which follow a model in training."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,7 +11,6 @@ from .base import MinMax, Observer, register_observer
 
 
 @register_observer("min_max")
-@dataclass(frozen=True, repr=False)
 class MinMaxObserver(Observer):
     """[min x, max x] over all batches: nothing that was seen clips. One outlier makes all codes coarse."""
 
@@ -27,7 +25,6 @@ class MinMaxObserver(Observer):
 
 
 @register_observer("moving_average")
-@dataclass(frozen=True, repr=False)
 class MovingAverageObserver(Observer):
     """The mean of the ranges of the batches b = 1 ... B, with weights (1 - momentum)^(B - b).
 
@@ -63,7 +60,6 @@ class MovingAverageObserver(Observer):
 
 
 @register_observer("delayed_scaling")
-@dataclass(frozen=True, repr=False)
 class DelayedScalingObserver(Observer):
     """[-a, a] with a the largest magnitude of the last `history` batches before this one, so that no pass over the data
     precedes quantization. The first batch has its own. What grows clips once.
@@ -104,7 +100,6 @@ class DelayedScalingObserver(Observer):
 
 
 @register_observer("weighted_stats")
-@dataclass(frozen=True, repr=False)
 class WeightedStatsObserver(Observer):
     """[-a, a], a = l1 mean |x| + lp (mean |x|^p)^(1/p) + max_dev max |x| + constant (AQT, `WeightedStatsCalibration`).
 

@@ -56,7 +56,6 @@ def quantized(values: Tensor, lows: Tensor, highs: Tensor, spec: QuantSpec) -> t
 
 
 @register_observer("percentile")
-@dataclass(frozen=True, repr=False)
 class PercentileObserver(Observer):
     """The range without the outermost (1 - p/100) / 2 of the elements on either side, as `PercentileRule`; its ends are
     the outer edges of bins of the histogram.
@@ -92,7 +91,6 @@ class PercentileObserver(Observer):
 
 
 @register_observer("mse")
-@dataclass(frozen=True, repr=False)
 class MSEObserver(RangeSearch):
     """The range, among those that shrink the extremes by `steps` factors from 1 to `smallest`, with the least
 
@@ -113,7 +111,6 @@ class MSEObserver(RangeSearch):
 
 
 @register_observer("entropy")
-@dataclass(frozen=True, repr=False)
 class EntropyObserver(RangeSearch):
     """The range, among those that shrink the extremes by `steps` factors from 1 to `smallest`, with the least
     Kullback-Leibler divergence KL(P || Q) over bins.

@@ -94,7 +94,6 @@ class LearnedGrid:
 
 
 @jsonable
-@dataclass(frozen=True)
 class AutoRound:
     """Gradient descent on the rounding and the scales of all weights of a block.
 

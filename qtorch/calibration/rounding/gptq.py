@@ -18,7 +18,7 @@ Sources: GPTQ, arXiv 2210.17323, algorithm 1; the order by decreasing diagonal o
 ("act-order"). Vectors: QuIP#, arXiv 2402.04396, section 4.1, which measures distances without M.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from .grid import Columns, Grid, Refinement, Rounding, factor
 
 
 @jsonable
-@dataclass(frozen=True)
 class Gptq(Rounding):
     """Rounding by GPTQ.
 
@@ -76,7 +75,6 @@ class Gptq(Rounding):
 
 
 @jsonable
-@dataclass(frozen=True)
 class Descent(Refinement):
     """Coordinate descent on the codes: each element in turn to the value that is best given all others.
 
@@ -227,7 +225,6 @@ class _Vectors:
 
 
 @jsonable
-@dataclass(frozen=True)
 class FloatTarget:
     """Round against the outputs of the float model: the weight W* whose output on the inputs of the quantized model is
     nearest to the float model's output.

@@ -177,7 +177,6 @@ class Refinement:
 
 
 @jsonable
-@dataclass(frozen=True)
 class Nearest(Rounding):
     """Each element to its nearest value."""
 

@@ -11,8 +11,6 @@ Llama worse. With `compare`, codes are therefore chosen with the searched scales
 row takes the better of the two.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -22,7 +20,6 @@ from .grid import Grid, Refinement, loss
 
 
 @jsonable
-@dataclass(frozen=True)
 class ScaleSearch:
     """Search the scale of each block before codes are chosen.
 
@@ -90,7 +87,6 @@ _ELEMENTS = 1 << 24
 
 
 @jsonable
-@dataclass(frozen=True)
 class ScaleRefit(Refinement):
     """Least-squares scales, taken by rows where the scales as stored lower the loss. One row has its own scales.
 

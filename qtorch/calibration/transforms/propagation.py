@@ -268,14 +268,12 @@ def _permuted(labels: Tensor, axes: Any) -> Tensor:
     return labels.permute([order.index(axis) for axis in range(len(order))])
 
 
+SAME = {f"aten.{name}.default" for name in ("clone", "contiguous", "detach", "alias", "type_as")}
+SAME |= {f"aten.to.{name}" for name in ("dtype", "dtype_layout", "device")}
+"""Operations whose result has the elements of their first argument, in their order."""
+
 VIEWS: dict[str, Callable[..., Tensor]] = {
-    **dict.fromkeys(
-        (
-            *("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten.alias.default"),
-            *("aten.detach.default", "aten.contiguous.default", "aten.clone.default"),
-        ),
-        lambda labels, *_, **__: labels,
-    ),
+    **dict.fromkeys(SAME, lambda labels, *_, **__: labels),
     "aten.t.default": lambda labels: labels.t(),
     "aten.transpose.int": lambda labels, a, b: labels.transpose(a, b),
     "aten.permute.default": _permuted,

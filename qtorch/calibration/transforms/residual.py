@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import propagation
 from .propagation import VIEWS, ModelGraph, axis_labels, name_of, shape_of
 
 Handler = Callable[["ResidualStream", fx.Node], bool]
@@ -217,8 +218,7 @@ def _keeps_vectors(node: fx.Node) -> bool:
 
 IGNORED = {f"aten.{name}" for name in ("_assert_tensor_metadata.default", "zeros_like.default", "empty_like.default")}
 IGNORED |= {f"aten.{name}" for name in ("new_zeros.default", "new_ones.default", "new_empty.default", "sym_size.int")}
-SAME = {f"aten.{name}.default" for name in ("dropout", "clone", "contiguous", "detach", "alias", "type_as")}
-SAME |= {f"aten.to.{name}" for name in ("dtype", "dtype_layout", "device")}
+SAME = {*propagation.SAME, "aten.dropout.default"}
 MOVES = {f"aten.{name}.default" for name in ("view", "reshape", "expand", "unsqueeze", "permute")}
 MOVES |= {"aten.slice.Tensor", "aten.select.int", "aten.transpose.int", "aten.sum.dim_IntList", "aten.index.Tensor"}
 MOVES |= {"aten.flatten.using_ints", "aten.squeeze.dim"}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .propagation import Labels, Propagation, Rule, aligned, compact, shape_of
+from .propagation import SAME, Labels, Propagation, Rule, aligned, compact, shape_of
 
 
 def rule_of(node: fx.Node) -> Rule:
@@ -138,9 +138,7 @@ def _added(p: Propagation, node: fx.Node) -> Labels:
 
 
 def _masked(p: Propagation, node: fx.Node) -> Labels:
-    if node.args[2] != 0:
-        return _unknown(p, node)
-    return _same(p, node)
+    return _same(p, node) if node.args[2] == 0 else _unknown(p, node)
 
 
 def _indexed(p: Propagation, node: fx.Node) -> Labels:
@@ -164,10 +162,7 @@ def _normalized(p: Propagation, node: fx.Node) -> Labels:
     p.block(p.labels(x), _feeds(node))
     labels = p.labels(weight)
     if isinstance(bias, fx.Node):
-        if labels is None:
-            p.block(p.labels(bias), _feeds(node))
-        else:
-            p.require(bias, p.labels(bias), labels, _feeds(node))
+        p.require(bias, p.labels(bias), labels, _feeds(node))
     return None if labels is None else _fitting(p, node, labels)
 
 
@@ -227,15 +222,10 @@ def _product(p: Propagation, node: fx.Node, x: Any, weight: Any, bias: Any, tran
     if of_rows is not None and required is not None:
         p.block([required, of_rows], reason)
         return None
-    if required is not None or of_columns is not None:
-        p.require(weight, turned(of_columns), turned(required), reason)
+    p.require(weight, turned(of_columns), turned(required), reason)
     labels = None if of_rows is None else of_rows.reshape(-1)
     if isinstance(bias, fx.Node):
-        of_bias = p.labels(bias)
-        if labels is not None:
-            p.require(bias, of_bias, labels, reason)
-        else:
-            p.block(of_bias, reason)
+        p.require(bias, p.labels(bias), labels, reason)
     return None if labels is None else _fitting(p, node, labels)
 
 
@@ -282,8 +272,5 @@ RULES: dict[str, Rule] = {
 }
 """Name of an operation -> its rule."""
 
-MOVES_VALUES = {name for name, rule in RULES.items() if rule is _moved} | {
-    f"aten.{name}" for name in ("to.dtype", "to.dtype_layout", "to.device", "type_as.default", "dropout.default")
-}
-MOVES_VALUES |= {f"aten.{name}.default" for name in ("clone", "contiguous", "detach", "alias")} | {str(getitem)}
+MOVES_VALUES = {*(name for name, rule in RULES.items() if rule is _moved), *SAME, "aten.dropout.default", str(getitem)}
 """Operations that change no element."""

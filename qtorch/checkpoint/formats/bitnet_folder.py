@@ -59,11 +59,9 @@ class BitnetSource(FolderSource):
 
     def _weight(self, name: str, divides: bool) -> StoredWeight:
         folder, scale = self.folder, f"{name}{_SCALE}"
-        check_stored(folder, name, (torch.uint8, *FLOATS), (None, None))
-        check_stored(folder, scale, FLOATS, (1,))
-        (rows, columns), dtype = folder.stored[name].shape, folder.stored[name].dtype
+        dtype, (rows, columns), *_ = check_stored(folder, name, (torch.uint8, *FLOATS), (None, None))
+        of_scale = check_stored(folder, scale, FLOATS, (1,)).dtype
         shape = (rows * _PER_BYTE if dtype is torch.uint8 else rows, columns)
-        of_scale = folder.stored[scale].dtype
         scheme = Scheme(LinearSpec(_TERNARY, _INT8, layout=PackedLayout()), shape, self.dtype_of(of_scale))
 
         def read() -> Parts:

@@ -27,13 +27,8 @@ def _fp4_values() -> torch.Tensor:
     return torch.cat([magnitudes, -magnitudes])
 
 
-def _fp4_table() -> tuple[float, ...]:
-    """The values of FP4, ascending. Zero has two codes in bitsandbytes and one here; the last entry is not used."""
-    return (*sorted({value + 0.0 for value in _fp4_values().tolist()}), 2.0)
-
-
-TABLES = {"nf4": NF4_TABLE, "fp4": _fp4_table()}
-"""Ascending tables by `quant_type`."""
+TABLES = {"nf4": NF4_TABLE, "fp4": (*sorted({value + 0.0 for value in _fp4_values().tolist()}), 2.0)}
+"""Ascending tables by `quant_type`. Zero of FP4 has two codes in bitsandbytes, one here; its last entry is not used."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +76,7 @@ class BitsAndBytesSource(FolderSource):
 
     def _in_8_bits(self, name: str) -> StoredWeight:
         folder, weight, scb = self.folder, f"{name}.weight", f"{name}.SCB"
-        check_stored(folder, weight, [torch.int8], (None, None))
-        outputs, inputs = folder.stored[weight].shape
+        outputs, inputs = check_stored(folder, weight, [torch.int8], (None, None)).shape
         check_stored(folder, scb, [torch.float32], (outputs,))
         dtype = folder.dtype or torch.float16
         scheme = weight_only(symmetric_spec(torch.int8, PerRow(), torch.float32), (outputs, inputs), dtype)

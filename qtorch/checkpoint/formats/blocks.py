@@ -15,6 +15,7 @@ from ...primitives import CodebookSpec, LinearSpec, MappingType, QDType, QuantSp
 from ...primitives.granularity import Granularity, PerGroup, PerRow
 from ...primitives.layouts.plain import smallest_layout
 from ..hf_folder import HFFolder
+from ..tensor_file import Stored
 
 SMALLEST_PART = 8
 """With smaller parts, scales would take more memory than floats do."""
@@ -67,8 +68,8 @@ def weight_only(spec: QuantSpec | CodebookSpec, shape: Sequence[int], dtype: tor
     return Scheme(LinearSpec(spec, layout=smallest_layout(spec.dtype)), tuple(shape), dtype)
 
 
-def check_stored(folder: HFFolder, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> None:
-    """Raise `ValueError` unless a stored tensor has one of these dtypes and this shape, in which None is any size."""
+def check_stored(folder: HFFolder, name: str, dtypes: Sequence[torch.dtype], shape: Sequence[int | None]) -> Stored:
+    """A stored tensor; `ValueError` unless it has one of these dtypes and this shape, in which None is any size."""
     stored = folder.stored.get(name)
     if stored is None:
         raise ValueError(f"{folder.path}: {name} is missing")
@@ -80,6 +81,7 @@ def check_stored(folder: HFFolder, name: str, dtypes: Sequence[torch.dtype], sha
             f"{folder.file_of(name)}: {name} has shape {stored.shape} and dtype "
             f"{str(stored.dtype).removeprefix('torch.')}, its format says ({sizes}) and {wanted}"
         )
+    return stored
 
 
 def with_suffix(folder: HFFolder, suffix: str) -> list[str]:

@@ -41,8 +41,6 @@ from ..save_folder import SaveFormat, register_save_format
 from ..sources import register_source
 from . import blocks
 
-_WORD = 32
-
 
 @dataclass(frozen=True)
 class Packing:
@@ -140,32 +138,28 @@ def _weights(source: FolderSource, packing: Packing, sizes: Sequence[int]) -> di
 
 def _weight(source: FolderSource, name: str, packing: Packing, sizes: Sequence[int]) -> StoredWeight:
     folder = source.folder
-    blocks.check_stored(folder, f"{name}.qweight", [torch.int32], (None, None))
-    blocks.check_stored(folder, f"{name}.scales", blocks.FLOATS, (None, None))
-    rows, columns = folder.stored[f"{name}.qweight"].shape
-    groups, outputs = folder.stored[f"{name}.scales"].shape
+    rows, columns = blocks.check_stored(folder, f"{name}.qweight", [torch.int32], (None, None)).shape
+    scale_dtype, (groups, outputs), *_ = blocks.check_stored(folder, f"{name}.scales", blocks.FLOATS, (None, None))
     tensors = [f"{name}.qweight", f"{name}.qzeros", f"{name}.scales"]
     if packing.along_outputs:
         bits, inputs = 4, rows
-        blocks.check_stored(folder, f"{name}.scales", blocks.FLOATS, (groups, columns * _WORD // bits))
+        blocks.check_stored(folder, f"{name}.scales", blocks.FLOATS, (groups, columns * blocks.WORD // bits))
         blocks.check_stored(folder, f"{name}.qzeros", [torch.int32], (groups, columns))
     else:
         blocks.check_stored(folder, f"{name}.scales", blocks.FLOATS, (groups, columns))
-        blocks.check_stored(folder, f"{name}.qzeros", [torch.int32], (groups, None))
-        words = folder.stored[f"{name}.qzeros"].shape[1]
-        bits = words * _WORD // outputs if outputs else 0
-        if bits not in packing.bits or bits * outputs != words * _WORD or rows * _WORD % bits:
+        words = blocks.check_stored(folder, f"{name}.qzeros", [torch.int32], (groups, None)).shape[1]
+        bits = words * blocks.WORD // outputs if outputs else 0
+        if bits not in packing.bits or bits * outputs != words * blocks.WORD or rows * blocks.WORD % bits:
             raise ValueError(
                 f"{folder.file_of(tensors[0])}: {name}.qweight has shape {(rows, outputs)} and {name}.qzeros "
                 f"{(groups, words)}, which is no packing of codes of {', '.join(map(str, packing.bits))} bits"
             )
-        inputs = rows * _WORD // bits
+        inputs = rows * blocks.WORD // bits
         if f"{name}.g_idx" in folder.stored:
             blocks.check_stored(folder, f"{name}.g_idx", [torch.int32, torch.int64], (inputs,))
             tensors.append(f"{name}.g_idx")
     with folder.naming(f"{name}.qweight"):
         cut = blocks.Cut.of(inputs, blocks.block_of_groups(inputs, groups, sizes))
-    scale_dtype = folder.stored[f"{name}.scales"].dtype
     spec = blocks.integer_spec(bits, cut.granularity, scale_dtype)
     scheme = blocks.weight_only(spec, (outputs, inputs), source.dtype_of(scale_dtype))
     return StoredWeight(tuple(tensors), scheme, lambda: _read(folder, tensors, packing, bits, outputs, cut))
@@ -188,8 +182,8 @@ def _plus_one(words: Tensor, stored: Tensor, bits: int, outputs: int, borrows: b
     """The zero points of stored ones, which are one less; the largest code is 0 - 1, or the largest plus one."""
     if not bool((stored == 2**bits - 1).any()):
         return stored + 1
-    if borrows and _WORD % bits == 0:
-        ones = sum(1 << shift for shift in range(0, _WORD, bits))
+    if borrows and blocks.WORD % bits == 0:
+        ones = sum(1 << shift for shift in range(0, blocks.WORD, bits))
         return blocks.unpack_dense((words.long() + ones).to(torch.int32), bits, outputs)
     raise ValueError(
         f"a zero point is stored as {2**bits - 1}; in the format 'gptq', which stores z - 1, readers disagree whether "

@@ -64,8 +64,7 @@ class HqqSource(FolderSource):
         if len(shape) != 2 or min(shape) < 1:
             raise ValueError(f"{where} has the shape {shape!r:.80}")
         count = math.prod(shape)
-        check_stored(folder, f"{name}.scale", FLOATS, (None, 1))
-        groups, dtype = folder.stored[f"{name}.scale"].shape[0], folder.stored[f"{name}.scale"].dtype
+        dtype, (groups, _), *_ = check_stored(folder, f"{name}.scale", FLOATS, (None, 1))
         check_stored(folder, f"{name}.zero", [dtype], (groups, 1))
         if not groups or count % groups:
             raise ValueError(f"{where}: {count} codes are not {groups} groups")

@@ -159,8 +159,7 @@ class ModeloptSource(FolderSource):
 
     def _nvfp4(self, weight: str, scale: str, of_scale: str) -> StoredWeight:
         folder = self.folder
-        check_stored(folder, weight, [torch.uint8], (None, None))
-        outputs, half = folder.stored[weight].shape
+        outputs, half = check_stored(folder, weight, [torch.uint8], (None, None)).shape
         inputs = 2 * half
         check_stored(folder, scale, [torch.float8_e4m3fn], (outputs, inputs // NVFP4_BLOCK))
         stored = folder.stored[of_scale].shape
@@ -201,8 +200,8 @@ class Mxfp4Source(FolderSource):
 
     def _weight(self, name: str) -> StoredWeight:
         folder, blocks, scales = self.folder, f"{name}{_BLOCKS}", f"{name}{_SCALES}"
-        check_stored(folder, blocks, [torch.uint8], (None, None, None, MX_BLOCK // 2))
-        experts, outputs, count, _ = folder.stored[blocks].shape
+        of_codes = (None, None, None, MX_BLOCK // 2)
+        experts, outputs, count, _ = check_stored(folder, blocks, [torch.uint8], of_codes).shape
         check_stored(folder, scales, [torch.uint8], (experts, outputs, count))
         inputs = count * MX_BLOCK
         matrices = weight_only(mx_spec("float4_e2m1"), (experts, outputs, inputs), self.dtype_of(torch.bfloat16))

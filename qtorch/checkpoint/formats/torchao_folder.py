@@ -59,8 +59,7 @@ class Entry:
     def check(self, part: str, dtypes: Any, shape: Any) -> torch.dtype:
         """The dtype of a part, after `check_stored`."""
         self.shape(part)
-        check_stored(self.folder, self.tensors[part], dtypes, shape)
-        return self.folder.stored[self.tensors[part]].dtype
+        return check_stored(self.folder, self.tensors[part], dtypes, shape).dtype
 
     def dtype(self, key: str = "dtype") -> torch.dtype:
         """A dtype among the attributes, which must be one of a weight."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -175,7 +174,7 @@ class TransformersFolder(sources.CanonicalSource):
             root = find_root(path)  # such as accelerate writes it, which has no configuration
             if root is None:
                 return False
-            with closing(tensor_file.TensorFile(root) if root.suffix == SUFFIX else HFFolder(path)) as opened:
+            with tensor_file.TensorFile(root) if root.suffix == SUFFIX else HFFolder(path) as opened:
                 return METADATA in opened.metadata
         except (OSError, ValueError):
             return False

@@ -53,7 +53,7 @@ class CalibratedWeights:
     def close(self) -> None:
         """Release the folder."""
         if self._progress is not None:
-            self._progress.__exit__()
+            self._progress.close()
             self._progress = None
 
     def remove(self) -> None:

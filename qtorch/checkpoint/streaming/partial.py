@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ...model.report import CalibrationReport, LayerReport
+from ...primitives.files import Closable
 from ...primitives.jsonable import construct
 from .. import part_file
 from ..hf_folder import CONFIG, SUFFIX, FloatFolder, look, read_object
@@ -34,7 +35,7 @@ _VERSION = 2
 _FILES, _LOCK = "files", "lock"
 
 
-class Partial:
+class Partial(Closable):
     """The unfinished checkpoint of the file or folder `target`; a context manager that holds the lock.
 
     A folder that was begun with other `arguments`, which are JSON data, is started anew, and so is one that is damaged.
@@ -51,16 +52,10 @@ class Partial:
         self._since_journal = self._journal_size = 0
         part_file.own_folder(self.folder)
         self._lock = part_file.lock(self.folder / _LOCK, target)
-        try:
+        with self.closed_by_errors():
             self._begin()
-        except BaseException:
-            self.__exit__()
-            raise
 
-    def __enter__(self) -> "Partial":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         for file in self.files:
             file.close()
         os.close(self._lock)

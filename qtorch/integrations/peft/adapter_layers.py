@@ -37,16 +37,6 @@ def option(arguments: Mapping[str, Any], name: str, default: Any) -> Any:
     return getattr(arguments.get("config"), name, arguments.get(name, default))
 
 
-def has_options(arguments: Mapping[str, Any]) -> bool:
-    """Whether `update_layer` is called with the options of LoRA."""
-    return arguments.get("config") is not None or "init_lora_weights" in arguments
-
-
-def of_magnitude(adapter: str) -> dict[str, str]:
-    """What the forward of DoRA's magnitude takes since 0.19: the name of the adapter."""
-    return {"adapter_name": adapter} if _MAGNITUDE_IS_NAMED else {}
-
-
 # DoRA on quantized weights (Liu et al. 2024, arXiv:2402.09353).
 #
 #     y = m / |W + s B A| * (W x + s B A x)      m: one learned number per output; |.|: the norm of a row
@@ -59,7 +49,8 @@ def _magnitude(module: Any, adapter: str, x: Tensor, factors: Any, bias: Any = N
     """PEFT's magnitude of an adapter with these factors (A, B), on the dequantized weight."""
     base = SimpleNamespace(weight=nn.Parameter(module.get_base_layer().weight.dequantize(), False), bias=bias)
     given = {"lora_A": factors[0], "lora_B": factors[1], "scaling": module.scaling[adapter], "base_layer": base}
-    return module.lora_magnitude_vector[adapter](x, **given, **more, **of_magnitude(adapter))
+    named = {"adapter_name": adapter} if _MAGNITUDE_IS_NAMED else {}  # since 0.19
+    return module.lora_magnitude_vector[adapter](x, **given, **more, **named)
 
 
 def _linear_or_conv(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
@@ -221,7 +212,8 @@ class OnQuantized:
 
     def _reads_the_weight(self, arguments: Mapping[str, Any]) -> bool:
         """Whether the initialization of an adapter may look at the base weight."""
-        if not isinstance(self, LoraLayer) or not has_options(arguments):
+        of_lora = arguments.get("config") is not None or "init_lora_weights" in arguments
+        if not isinstance(self, LoraLayer) or not of_lora:
             return True
         if option(arguments, "use_dora", False) or option(arguments, "kasa_config", None) is not None:
             return True

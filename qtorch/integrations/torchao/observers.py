@@ -8,7 +8,7 @@ quantize_(model, from_observers())
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -45,17 +45,11 @@ class AffineQuantizedObserverBase(nn.Module):
         zero_point_domain: ZeroPointDomain | None = ZeroPointDomain.INT,
     ) -> None:  # fmt: skip
         super().__init__()
+        dtype: Any = target_dtype
         self.spec = QuantSpec(
-            target_dtype,  # type: ignore[arg-type]
-            granularity,
-            mapping_type,
-            zero_point_domain or ZeroPointDomain.NONE,
-            scale_dtype=scale_dtype,
-            eps=eps,
-            quant_min=quant_min,
-            quant_max=quant_max,
-            preserve_zero=preserve_zero,
-        )
+            dtype, granularity, mapping_type, zero_point_domain or ZeroPointDomain.NONE, scale_dtype=scale_dtype,
+            eps=eps, quant_min=quant_min, quant_max=quant_max, preserve_zero=preserve_zero,
+        )  # fmt: skip
         self.zero_point_dtype = zero_point_dtype
 
     @classmethod
@@ -194,7 +188,6 @@ def insert_observers_(
 
 
 @register_recipe("from_observers")
-@dataclass(frozen=True)
 class FromObservers(Recipe):
     """The weights to which `insert_observers_` gave observers, with a static activation whose scale is that of
     `input_observer.calculate_qparams()`, and codes by `weight_observer.calculate_qparams()`.

@@ -313,8 +313,7 @@ def prepare(model: Any, plan: Plan | None, stored: StoredWeights | None, config:
         missing = model.state_dict().keys() - parameters.keys()
         state: dict[str, Tensor] = {}
         for path in set(stored.others.values()):
-            file = tensor_file.TensorFile(path)
-            state |= {name: file.read(name) for name in missing & file.stored.keys() & stored.others.keys()}
-            file.close()
+            with tensor_file.TensorFile(path) as file:
+                state |= {name: file.read(name) for name in missing & file.stored.keys() & stored.others.keys()}
         model.load_state_dict(state, strict=False)
     return recipes

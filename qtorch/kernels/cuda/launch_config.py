@@ -170,13 +170,9 @@ def find(op: str, dtype: str, shape: Shape) -> LaunchConfig:
 
 
 def launch(
-    op: str,
-    dtype: str,
-    shape: Shape,
-    run: Callable[[LaunchConfig], None],
-    candidates: Iterable[LaunchConfig],
+    op: str, dtype: str, shape: Shape, run: Callable[[LaunchConfig], None], candidates: Iterable[LaunchConfig],
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     """Run a kernel with the configuration of its problem; while tuning, time the candidates at its first call.
 
     Args:

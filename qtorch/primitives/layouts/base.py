@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import dataclass_transform
 
 from ..double_quant import scale_tensor_shapes
 from ..jsonable import jsonable
@@ -124,11 +125,9 @@ class Layout:
         parts = zip(self.tensors, (self.pack_qdata(codes, scheme), *others), strict=True)
         return {name: tensor for name, tensor in parts if tensor is not None}
 
-    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
-        """Inverse of `pack`; every name of `tensors` is present."""
-        qdata, scale = tensors["qdata"], tensors["scale"]
-        assert qdata is not None
-        return self.unpack_qdata(qdata, scheme), scale, tensors["zero_point"]  # type: ignore[return-value]
+    def unpack(self, tensors: Mapping[str, Any], scheme: Scheme) -> Plain:
+        """Inverse of `pack`; every name of `tensors` is present, None for those that `pack` left out."""
+        return self.unpack_qdata(tensors["qdata"], scheme), tensors["scale"], tensors["zero_point"]
 
     def pack_qdata(self, codes: Tensor, scheme: Scheme) -> Tensor:
         """The packed codes; by default the codes as they are."""
@@ -209,8 +208,10 @@ def check_layout(value: object) -> None:
         raise ValueError(f"a layout is one of {names}, got {value!r:.80}")
 
 
+@dataclass_transform(frozen_default=True)
 def register_layout(cls: L) -> L:
-    """Class decorator: register a layout under its name, which no other may have, and make it readable from JSON."""
+    """Class decorator: make a layout a frozen dataclass, unless it is one, readable from JSON, and register it under
+    its name, which no other may have."""
     if LAYOUTS.setdefault(cls.name, cls) is not cls:
         raise ValueError(f"register_layout: the name {cls.name!r} is taken by {LAYOUTS[cls.name]!r}")
     jsonable(cls)

@@ -10,7 +10,8 @@ Blocks that are dropped read back as zero codes with the smallest scale. If fewe
 zero blocks are stored too.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from .packed import can_pack_bits, pack_codes, packed_length, unpack_codes
 
 
 @register_layout
-@dataclass(frozen=True)
 class BlockSparseLayout(Layout):
     """The blocks of a matrix that are not zero, as many in each row of blocks.
 
@@ -101,11 +101,8 @@ class BlockSparseLayout(Layout):
             "columns": columns,
         }
 
-    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
+    def unpack(self, tensors: Mapping[str, Any], scheme: Scheme) -> Plain:
         qdata, scale, columns = (tensors[name] for name in ("qdata", "scale", "columns"))
-        assert qdata is not None
-        assert scale is not None
-        assert columns is not None
         kind, size = scheme.weight.dtype, self.block_size
         stored = unpack_codes(qdata, kind, columns.shape[1] * size) if can_pack_bits(kind) else qdata
         codes = scatter_blocks(stored.view(torch.uint8), columns, size, scheme.shape[1], 0).view(kind.storage)

@@ -1,7 +1,5 @@
 """PlainLayout: unpacked codes, scale and zero point, as the primitives return them."""
 
-from dataclasses import dataclass
-
 from ..qdtype import QDType
 from ..spec import Scheme
 from .base import Form, Layout, register_layout
@@ -9,7 +7,6 @@ from .packed import PackedLayout, can_pack_bits
 
 
 @register_layout
-@dataclass(frozen=True)
 class PlainLayout(Layout):
     """Unpacked codes in their storage dtype, one per element, with scale and zero point as separate tensors."""
 

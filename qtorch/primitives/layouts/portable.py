@@ -7,7 +7,7 @@ two are fp32.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from .base import Form, Forms, Layout, Plain, register_layout
 
 
 @register_layout
-@dataclass(frozen=True)
 class PortableLayout(Layout):
     """Codes in their storage dtype, one per element, read by operators of torch alone.
 
@@ -70,10 +69,8 @@ class PortableLayout(Layout):
             tensors |= {name: t.reshape(-1) for name, t in tensors.items() if name != "qdata" and t is not None}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
-    def unpack(self, tensors: Mapping[str, torch.Tensor | None], scheme: Scheme) -> Plain:
+    def unpack(self, tensors: Mapping[str, Any], scheme: Scheme) -> Plain:
         codes, scale, zero_point = (tensors[name] for name in self.tensors)
-        assert codes is not None
-        assert scale is not None
         if self.shape is not None:
             codes = codes.movedim(1, -1).flatten(1)
         if not scheme.weight.has_zero_point:

@@ -15,9 +15,8 @@ are B / 2 apart on processors with vector instructions for it, else neighbours; 
 
 import functools
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ GROUP_SIZES = (32, 64, 128, 256)
 
 
 @register_layout
-@dataclass(frozen=True)
 class TensorCoreTiledLayout(Layout):
     """uint4 codes packed for tinygemm: groups of 32, 64, 128 or 256 along the rows of a matrix, FLOAT zero points.
 
@@ -108,10 +106,8 @@ class TensorCoreTiledLayout(Layout):
         qdata = pack_cuda(codes, self.inner_k_tiles) if cuda else pack_cpu(codes, cpu_packing())
         return {"qdata": qdata, "scale_and_zero": both.contiguous()}
 
-    def unpack(self, tensors: dict[str, Tensor | None], scheme: Scheme) -> Plain:
+    def unpack(self, tensors: Mapping[str, Any], scheme: Scheme) -> Plain:
         qdata, both = tensors["qdata"], tensors["scale_and_zero"]
-        assert qdata is not None
-        assert both is not None
         n, k = scheme.shape
         # The dtype of a packed tensor tells its packing.
         codes = unpack_cuda(qdata) if qdata.dtype == torch.int32 else unpack_cpu(qdata, cpu_packing())

@@ -71,13 +71,9 @@ def batches_by(product: Product, lhs: Tensor, rhs: Tensor) -> Tensor:
 
 
 def grouped_mm_by(
-    product: Product,
-    mat_a: Tensor,
-    mat_b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
+    product: Product, mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`F.grouped_mm` of these arguments: each group of rows is a product of its own, with its scales. The offsets are
     read on the host.
 

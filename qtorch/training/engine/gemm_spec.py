@@ -9,7 +9,6 @@ scale per kept index, whichever axis of the tensor that is. The backward contrac
 of the forward, except with `reuse_forward`.
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -21,7 +20,6 @@ from ...primitives.layouts import can_pack_bits
 
 
 @jsonable
-@dataclass(frozen=True)
 class GemmSpec:
     """How one matmul is quantized: c[a, b] = sum_c lhs[a, c] rhs[b, c].
 
@@ -86,8 +84,12 @@ class GemmSpec:
         self._check_fold()
         if self.lhs is not None and self.rhs is not None and not self.accumulates_floats:
             for name, spec in (("lhs", self.lhs), ("rhs", self.rhs)):
-                if name != self.fold:
-                    check_contracted_axis(spec, name)
+                if name != self.fold and spec.granularity.pattern(2)[1] == 1:
+                    raise ValueError(
+                        f"{name} has a scale for each index of the contracted axis ({spec.granularity}), and a sum "
+                        "along it cannot honour that; share the scale along the last axis of the operand, by PerRow(), "
+                        "PerTensor() or blocks"
+                    )
             if not (self.lhs.dtype.is_floating_point or self.rhs.dtype.is_floating_point):
                 _check_integers(self.lhs, self.rhs)
         sides = (self.lhs, self.rhs)
@@ -155,7 +157,6 @@ class GemmSpec:
 
 
 @jsonable
-@dataclass(frozen=True)
 class TrainingSpec:
     """The three matmuls of a contraction; see the top of the file.
 
@@ -255,15 +256,6 @@ def _check_scale_gradient(spec: QuantSpec) -> None:
     smooth = absmax and spec.scale_dtype is not torch.float8_e8m0fnu
     if not smooth or spec.mapping is not MappingType.SYMMETRIC or spec.has_zero_point:
         raise ValueError(f"scale_gradient takes symmetric specs whose scale is absmax, got {spec}")
-
-
-def check_contracted_axis(spec: QuantSpec, operand: str, axis: str = "the contracted axis") -> None:
-    """Raise `ValueError` where `spec` gives every index of the contracted axis (the last) a scale of its own."""
-    if spec.granularity.pattern(2)[1] == 1:
-        raise ValueError(
-            f"{operand} has a scale for each index of {axis} ({spec.granularity}), and a sum along it cannot honour "
-            "that; share the scale along the last axis of the operand, by PerRow(), PerTensor() or blocks"
-        )
 
 
 def _fits_eden(spec: QuantSpec | None, hadamard: int | None) -> bool:

@@ -120,13 +120,9 @@ def observed(x: Tensor, operand: str, spec: QuantSpec | None, state: Contraction
 
 
 def quantize_operand(
-    x: Tensor,
-    spec: QuantSpec | None,
-    contracted: int = 1,
-    tokens: bool = False,
-    operand: str = "",
+    x: Tensor, spec: QuantSpec | None, contracted: int = 1, tokens: bool = False, operand: str = "",
     state: ContractionState = STATELESS,
-) -> Operand:
+) -> Operand:  # fmt: skip
     """Quantize `x` (kept, contracted) by `spec`, padded with zeros to whole blocks and to a multiple of `contracted`.
 
     Args:

@@ -100,27 +100,28 @@ class LowBitAdam(torch.optim.Optimizer):
         super().__init__(params, {**of_torch, **held, **of_subclass})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose `optim_bits` and `block_size` may be its own.
+        """Add a group, which may have arguments of its own.
 
         Raises:
-            ValueError: these are out of range, or a parameter is not in fp32, bf16 or fp16.
+            ValueError: one is out of its range, or a parameter is not in fp32, bf16 or fp16, or for `Muon8bit` no
+                matrix.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            if group["optim_bits"] not in BITS:
-                raise ValueError(f"optim_bits is {', '.join(map(repr, BITS))}, got {group['optim_bits']!r}")
-            if not isinstance(group["block_size"], int) or group["block_size"] < 1:
-                raise ValueError(f"block_size is a positive number of elements, got {group['block_size']!r}")
-            for parameter in group["params"]:
-                if parameter.dtype not in DTYPES:
-                    raise ValueError(
-                        f"parameters are in fp32, bf16 or fp16, got one of shape {tuple(parameter.shape)} in "
-                        f"{parameter.dtype}"
-                    )
-        except ValueError as error:
+            self._check_group(self.param_groups[-1], type(self).__name__)
+        except ValueError:
             self.param_groups.pop()
-            raise ValueError(f"{type(self).__name__}: {error}") from None
+            raise
+
+    def _check_group(self, group: dict[str, Any], name: str) -> None:
+        if group["optim_bits"] not in BITS:
+            raise ValueError(f"{name}: optim_bits is {', '.join(map(repr, BITS))}, got {group['optim_bits']!r}")
+        if not isinstance(group["block_size"], int) or group["block_size"] < 1:
+            raise ValueError(f"{name}: block_size is a positive number of elements, got {group['block_size']!r}")
+        for parameter in group["params"]:
+            if parameter.dtype not in DTYPES:
+                found = f"one of shape {tuple(parameter.shape)} in {parameter.dtype}"
+                raise ValueError(f"{name}: parameters are in fp32, bf16 or fp16, got {found}")
 
     @outside_graphs("a step of a low-bit optimizer is one fused kernel a parameter, which runs outside of graphs")
     @torch.no_grad()

@@ -59,20 +59,12 @@ class Muon8bit(LowBitAdam):
         of_group: dict[str, Any] = dict(zip(self.of_group, values, strict=True))
         super().__init__(params, lr, eps=eps, weight_decay=weight_decay, **of_group, **of_adam)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which may have arguments of its own.
-
-        Raises:
-            ValueError: one is out of its range, or a parameter is no matrix.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+    def _check_group(self, group: dict[str, Any], name: str) -> None:
+        super()._check_group(group, name)
         wrong = [tuple(p.shape) for p in group["params"] if group["use_muon"] and p.dim() != 2]
-        if wrong or not 0 <= group["momentum"] < 1 or group["adjust_lr_fn"] not in (None, *ADJUSTMENTS):
-            self.param_groups.pop()
-            name = type(self).__name__
-            if wrong:
-                raise ValueError(f'{name} takes matrices, others in a group of "use_muon": False, got shape {wrong[0]}')
+        if wrong:
+            raise ValueError(f'{name} takes matrices, others in a group of "use_muon": False, got shape {wrong[0]}')
+        if not 0 <= group["momentum"] < 1 or group["adjust_lr_fn"] not in (None, *ADJUSTMENTS):
             raise ValueError(
                 f"{name}: momentum is at least 0 and less than 1, adjust_lr_fn None, "
                 f"{', '.join(map(repr, ADJUSTMENTS))}, got {group['momentum']} and {group['adjust_lr_fn']!r}"

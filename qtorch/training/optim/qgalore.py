@@ -110,18 +110,11 @@ class QGaLoreAdamW8bit(LowBitAdam):
         of_group: dict[str, Any] = dict(zip(self.of_group, values, strict=True))
         super().__init__(params, lr, betas, eps, weight_decay, block_size=block_size, optim_bits=optim_bits, **of_group)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which may have arguments of its own.
-
-        Raises:
-            ValueError: one is out of its range.
-        """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for name in ("update_proj_gap", "queue_size", "gamma_proj", "rank"):
-            if group[name] is not None and not group[name] >= 1:
-                self.param_groups.pop()
-                raise ValueError(f"{type(self).__name__}: {name} is at least 1, got {group[name]}")
+    def _check_group(self, group: dict[str, Any], name: str) -> None:
+        super()._check_group(group, name)
+        for each in ("update_proj_gap", "queue_size", "gamma_proj", "rank"):
+            if group[each] is not None and not group[each] >= 1:
+                raise ValueError(f"{name}: {each} is at least 1, got {group[each]}")
 
     def _update(self, parameter: Tensor, index: int, group: dict[str, Any], lr: float) -> None:
         rank = group["rank"]

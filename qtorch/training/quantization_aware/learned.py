@@ -20,6 +20,8 @@ EMPTY = 1e-30
 class RuleRanges(Statistic):
     """The range that the scale rule of `spec` finds in each piece of data, of the shape of the scale."""
 
+    lists = ("ranges",)
+
     def __init__(self, spec: QuantSpec) -> None:
         super().__init__()
         self.spec = spec
@@ -28,10 +30,6 @@ class RuleRanges(Statistic):
     def update(self, rows: Tensor) -> None:
         self.ranges.append(torch.stack(self.spec.choose_range(without_lost_rows(rows, self.spec))))
         self.rows += len(rows)
-
-    def merge(self, other: "RuleRanges") -> None:
-        self.ranges += other.ranges
-        self.rows += other.rows
 
 
 class LearnedQuantizer(Quantizer):

@@ -32,7 +32,6 @@ aten = torch.ops.aten
 
 
 @jsonable
-@dataclass(frozen=True)
 class QATSpec:
     """How a weight is fake-quantized in training, and what it converts to; a `Quantization` of its layer.
 

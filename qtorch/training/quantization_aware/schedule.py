@@ -1,6 +1,5 @@
 """Schedules: from which step on a layer in training is quantized, and from which on its scales stay as they are."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ _TOKENS = {"output.lhs": 0, "grad_input.lhs": 0, "grad_weight.lhs": 1, "grad_wei
 
 
 @jsonable
-@dataclass(frozen=True)
 class QuantizationSchedule:
     """When and how operands are quantized.
 

@@ -1,7 +1,7 @@
 """TrainingRecipe, which a `TrainingSpec` describes and which keeps weights in floating point; and convert, from weights
 in training to weights for inference."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -65,7 +65,6 @@ def check_trainable(weight: Tensor, matrices: bool = False) -> None:
 
 
 @register_recipe("mixed_precision_training")
-@dataclass(frozen=True)
 class MixedPrecisionTraining(TrainingRecipe):
     """Weights in floating point, matmuls as `spec` says. The other recipes are presets of this one.
 
@@ -92,7 +91,6 @@ class EdgeRecipe(TrainingRecipe):
 
 
 @register_recipe("convert")
-@dataclass(frozen=True)
 class Convert(Recipe):
     """Replace every weight in training by the weight for inference that its recipe has trained it for: the codes that
     the forward multiplied by, at their true size. The model computes what it computed in training: the same bits where

@@ -8,7 +8,6 @@ linear layer, and no norms before attention and MLP blocks ("Training Tips, Code
 `quantize_` does not change them.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ TERNARY = QuantSpec(qdtype("int2"), PerTensor(), scale_rule=AbsMeanRule(), quant
 
 
 @register_recipe("bitnet_training")
-@dataclass(frozen=True)
 class BitnetTraining(TrainingRecipe):
     """See the top of the file. Converts to weights of 2 bits, packed, and int8 activations."""
 
@@ -109,7 +107,6 @@ def _global_mean(shards: list[Tensor], counts: list[int], mesh: Any) -> Tensor:
 
 
 @register_recipe("binary_training")
-@dataclass(frozen=True)
 class BinaryTraining(EdgeRecipe):
     """See the top of the file. Converts to weights of one bit, eight in a byte, and binary activations.
 

@@ -17,7 +17,7 @@ powers of two: rounding these stochastically costs more than it saves.
     dx = E(g D H) E(w^T D H)^T,    dw = E(g^T D H) E(x^T D H)^T
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -37,7 +37,6 @@ EDEN_BLOCK = 128
 
 
 @register_recipe("float8_training")
-@dataclass(frozen=True)
 class Float8Training(TrainingRecipe):
     """Weights and activations in e4m3, gradients in `gradient_dtype` (Micikevicius et al., arXiv 2209.05433).
 
@@ -81,7 +80,6 @@ class Float8Training(TrainingRecipe):
 
 
 @register_recipe("mxfp8_training")
-@dataclass(frozen=True)
 class Mxfp8Training(TrainingRecipe):
     """Every operand in e4m3, with a power-of-two scale for each 32 elements of its contracted axis (OCP Microscaling
     specification v1.0; Rouhani et al., arXiv 2310.10537, section 4). 32 divides the rows of every weight; elsewhere
@@ -116,7 +114,6 @@ class Fp4Recipe(TrainingRecipe):
 
 
 @register_recipe("nvfp4_training")
-@dataclass(frozen=True)
 class Nvfp4Training(Fp4Recipe):
     """NVFP4: blocks of 16, weights in blocks of 16 x 16, which divide both sides of every weight. Converts to the
     scheme of `nvfp4_dynamic_activation_nvfp4_weight()`. Leave the first and the last layers in floating point by a
@@ -142,7 +139,6 @@ class Nvfp4Training(Fp4Recipe):
 
 
 @register_recipe("mxfp4_training")
-@dataclass(frozen=True)
 class Mxfp4Training(Fp4Recipe):
     """MXFP4: blocks of 32, weights in blocks of 32 x 32, which divide both sides of every weight. Converts to the
     scheme of `mxfp4_dynamic_activation_mxfp4_weight()`. The first two arguments are those

@@ -1,7 +1,5 @@
 """Integers: mixed precision, with weights in floating point and some or all matmuls in int8."""
 
-from dataclasses import dataclass
-
 from ...primitives import MappingType, PerBlock, PerTensor, QuantSpec, Rounding, qdtype
 from ...primitives.jsonable import jsonable
 from ...recipes.base import register_recipe
@@ -11,7 +9,6 @@ from .base import EdgeRecipe, TrainingRecipe
 
 
 @jsonable
-@dataclass(frozen=True)
 class Int8MixedPrecisionTrainingConfig:
     """Which matmuls run in int8, the others in full precision.
 
@@ -29,7 +26,6 @@ class Int8MixedPrecisionTrainingConfig:
 
 
 @register_recipe("int8_mixed_precision_training")
-@dataclass(frozen=True)
 class Int8MixedPrecisionTraining(TrainingRecipe):
     """int8 x int8 -> int32, each operand quantized along its contracted axis on each call (AQT, arXiv 2105.03536).
 
@@ -50,7 +46,6 @@ class Int8MixedPrecisionTraining(TrainingRecipe):
 
 
 @register_recipe("int8_tilewise_training")
-@dataclass(frozen=True)
 class Int8TilewiseTraining(TrainingRecipe):
     """JetFire: weights, activations and gradients in int8 in tiles (Xi et al., arXiv 2403.12422). A tile transposed is
     a tile, so every tensor is quantized once, and what the backward needs of an activation is kept in int8: a quarter
@@ -69,7 +64,6 @@ class Int8TilewiseTraining(TrainingRecipe):
 
 
 @register_recipe("switchback_training")
-@dataclass(frozen=True)
 class SwitchbackTraining(TrainingRecipe):
     """Activations and gradients in int8 with a scale per row, weights in int8 with one scale; forward and
     backward use the same codes (Wortsman et al., arXiv 2304.13013, algorithm 1). The gradient of a weight sums over
@@ -81,7 +75,6 @@ class SwitchbackTraining(TrainingRecipe):
 
 
 @register_recipe("int4_training")
-@dataclass(frozen=True)
 class Int4Training(EdgeRecipe):
     """int4 x int4 -> int32 in the forward; dx = g @ w_hat and dw = g.T @ x in full precision (Abdolrashidi et al.,
     arXiv 2105.03536).

@@ -1,7 +1,7 @@
 """Quantized training: weights live in codes, without a floating-point copy, and every update of them rounds
 stochastically. Matmuls are in the precision of the activations."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -61,7 +61,6 @@ class _QuantizedTraining(Recipe):
 
 
 @register_recipe("weight_only_quantized_training")
-@dataclass(frozen=True)
 class WeightOnlyQuantizedTraining(_QuantizedTraining):
     """Weights in the codes of any format: integers, float8, floats of fewer bits, MX, NVFP4, tables of values.
 
@@ -99,7 +98,6 @@ class WeightOnlyQuantizedTraining(_QuantizedTraining):
 
 
 @register_recipe("int8_weight_only_quantized_training")
-@dataclass(frozen=True)
 class Int8WeightOnlyQuantizedTraining(_QuantizedTraining):
     """`weight_only_quantized_training(int8_weight_only())`: int8 with a scale per output channel.
 
@@ -114,7 +112,6 @@ class Int8WeightOnlyQuantizedTraining(_QuantizedTraining):
 
 
 @register_recipe("int4_weight_only_quantized_training")
-@dataclass(frozen=True)
 class Int4WeightOnlyQuantizedTraining(_QuantizedTraining):
     """`weight_only_quantized_training` of symmetric int4, two in a byte, with a scale per group.
 

@@ -1,6 +1,6 @@
 """Training by a spec of your own, from some step on, with ranges that are kept from step to step."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -161,7 +161,6 @@ ScheduledConv1d, ScheduledConv2d, ScheduledConv3d = of_each_conv(ScheduledConv)
 
 
 @register_recipe("scheduled_training")
-@dataclass(frozen=True)
 class ScheduledTraining(LayerRecipe):
     """`nn.Linear` and convolutions, exactly these, train by `spec` as `schedule` says. Weights stay in floating point
     and plain; what the schedule needs is in the layers, whose class is exchanged until `convert()`.

@@ -4,7 +4,6 @@ They are parameters with a gradient. `F.linear`, `matmul`, `einsum` and related 
 (`engine.contraction`), with the three matmuls that the recipe asks for. `convert()` returns the weight for inference.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +22,6 @@ from ..engine.contraction import IN_CODES, contraction
 
 
 @jsonable
-@dataclass(frozen=True)
 class TrainingScheme(HashedOnce):
     """Metadata of a weight in training that has a `TrainingSpec`, or another description with a `linear_spec`. Kernels
     read it as the scheme of the converted weight. `dtype` is that of its gradient and inputs; the `master` of a
@@ -33,8 +31,6 @@ class TrainingScheme(HashedOnce):
     shape: tuple[int, ...]
     dtype: torch.dtype
     master_dtype: torch.dtype | None = None
-
-    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", constant_shape(self.shape))
@@ -128,13 +124,9 @@ def floats_of(weight: Tensor) -> Tensor:
 
 
 def of_codes(
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    spec: LinearSpec,
-    dtype: torch.dtype,
+    codes: Tensor, scale: Tensor, zero_point: Tensor | None, spec: LinearSpec, dtype: torch.dtype,
     **activation: Tensor | None,
-) -> AffineQuantizedTensor:
+) -> AffineQuantizedTensor:  # fmt: skip
     """The weight for inference of these codes (N, K); a single scale is repeated where `spec` has one for each row."""
     rows = spec.weight.scale_shape(codes.shape)[0]
     scale = scale_per_row(scale, rows).contiguous()

@@ -244,12 +244,8 @@ class GgufSource(Source):
     def __init__(self, file: GgufFile) -> None:
         self.path, self.file = file.path, file
         self.metadata = file.metadata
-        try:
-            with naming(self.path):
-                self.parameters, self.aliases, self.note = names_of(file.metadata, file.tensors)
-        except ValueError:
-            file.close()
-            raise
+        with self.closed_by_errors(), naming(self.path):
+            self.parameters, self.aliases, self.note = names_of(file.metadata, file.tensors)
         self.names = self.parameters.keys() | self.aliases.keys()
 
     def close(self) -> None:

@@ -153,8 +153,7 @@ class GgufFormat(save_folder.SaveFormat):
             write_vocabulary(writer, folder, self.model_config)
             tensors = derived_tensors(self.model_config)
             for part in parts:
-                file = tensor_file.TensorFile(part)
-                stack.callback(file.close)
+                file = stack.enter_context(tensor_file.TensorFile(part))
                 tensors |= {name: file.map(name) for name in file.stored}
             arrays = [(t.view(torch.uint8) if t.dtype is torch.bfloat16 else t).numpy() for t in tensors.values()]
             for name, array in zip(tensors, arrays, strict=True):

@@ -7,7 +7,6 @@ merging them into a quantized base would round twice.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from .base import LayerRecipe, check_inference_recipe
 
 
 @register_recipe("lora_qat")
-@dataclass(frozen=True)
 class LoRAQAT(LayerRecipe):
     """Layers, `nn.Linear` exactly, get `lora_a` and `lora_b` as parameters, and their weight no gradient; `convert()`
     merges and quantizes. b starts at zero: the layer computes what the quantized base does.

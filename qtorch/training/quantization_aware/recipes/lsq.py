@@ -8,7 +8,7 @@ quantize_(model, convert())
 Equations and gradients: `primitives/fake_quant.py`, and `LearnedStep`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ ACTIVATIONS = ("step", "clip")
 
 
 @register_recipe("lsq")
-@dataclass(frozen=True)
 class LSQ(ModuleRecipe):
     """Weights and activations in few bits, with steps that are trained together with the weights.
 

@@ -8,7 +8,6 @@ Prepared and converted weights are described by the same `LinearSpec`, that of t
 step.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 from ....calibration.observers import Observer, observer_of
 from ....calibration.statistics import Statistics
 from ....model import targets, weight_kinds
-from ....primitives import HQQRule, LinearSpec, QuantSpec
-from ....recipes.base import Recipe, WeightRecipe, register_recipe
+from ....primitives import HQQRule, QuantSpec
+from ....recipes.base import OfRecipe, Recipe, WeightRecipe, register_recipe
 from .. import qat_weight, quantizers
 from ..schedule import QuantizationSchedule
 from .base import ModuleRecipe, check_inference_recipe
@@ -26,8 +25,7 @@ from .lora_qat import LoRAQAT
 
 
 @register_recipe("scheduled_qat")
-@dataclass(frozen=True)
-class ScheduledQAT(ModuleRecipe):
+class ScheduledQAT(ModuleRecipe, OfRecipe):
     """Layers, `nn.Linear`, `nn.Embedding` and convolutions exactly, are trained for `recipe`; they hold the state.
 
         step < start_step       floating point
@@ -69,9 +67,6 @@ class ScheduledQAT(ModuleRecipe):
         if self.observer is None:
             self.recipe.check_complete()
 
-    def linear_spec(self) -> LinearSpec:
-        return self.recipe.linear_spec()
-
     def input_quantizer(self, spec: QuantSpec, static: bool) -> quantizers.Quantizer:
         if not static:
             return quantizers.Dynamic(spec, (1, 1))
@@ -83,7 +78,6 @@ class ScheduledQAT(ModuleRecipe):
 
 
 @register_recipe("qat")
-@dataclass(frozen=True)
 class QAT(Recipe):
     """Weights stay in floating point and are trained; layers compute what they will compute when converted: bit for
     bit where the recipe sums integers (int8 activations), and up to the order of fp32 sums elsewhere. The codes of
