@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import qtorch
-from qtorch.integrations.fusion import decoder
+from qtorch.integrations.fusion.decoder_layers import ROTATION
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.cpu.decoder import rms_norm, rotate_halves
 from tests.kernels.cpu.builds import BUILDS, NEEDS_LIBRARY
@@ -92,8 +92,8 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = built(name)
     norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
     for file in {type(module).__module__ for module in model.modules()}:
-        if hasattr(sys.modules[file], decoder.ROTATION):  # to be put back
-            monkeypatch.setattr(sys.modules[file], decoder.ROTATION, getattr(sys.modules[file], decoder.ROTATION))
+        if hasattr(sys.modules[file], ROTATION):  # to be put back
+            monkeypatch.setattr(sys.modules[file], ROTATION, getattr(sys.modules[file], ROTATION))
     wanted, fused = output_of(model, batch), copy.deepcopy(model)
     if name in NOTHING:
         refuses(f"fuse_decoder: {type(model).__name__} has no projections", lambda: qtorch.fuse_decoder(fused))

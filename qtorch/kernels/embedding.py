@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..primitives import CodebookSpec, dequantize_affine, dequantize_codebook, granularity, vector_spec
 from ..primitives.layouts import semi_sparse, unpack_codes
-from .linear.lut_weight_only import CodebookWeight
+from .linear.codebooks import CodebookWeight
 from .ops.portable import dequantize_portably
 from .registry import REFERENCE, Problem, QuantizedWeight, needs_matrix, needs_rows, register
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...primitives import CodebookSpec, qdtype
 from ..custom_ops import note, opaque
 from ..linear import scaled
-from ..linear.lut_weight_only import lut_weight_mm
+from ..linear.codebooks import lut_weight_mm
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, from_rows, needs_floats, needs_matrix, to_rows

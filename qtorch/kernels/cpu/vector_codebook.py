@@ -1,4 +1,4 @@
-"""Linear with a weight of vectors in bytes, compiled (src/vectors.h); the equation is in linear/vector_codebook.py."""
+"""Linear with a weight of vectors in bytes, compiled (src/vectors.h); the equation is in linear/codebooks.py."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ...primitives.tracing import is_compiling
 from ..custom_ops import opaque
-from ..linear.vector_codebook import LAYOUT, rotation_of, vector_codebook_mm
-from ..linear.vector_codebook import supports as has_rows
+from ..linear.codebooks import LAYOUT, rotation_of, vector_codebook_mm
+from ..linear.codebooks import supports as has_rows
 from ..registry import Problem, from_rows, needs_floats, split_bias, to_rows
 from . import code_values, weight, weight_only
 

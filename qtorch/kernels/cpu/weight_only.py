@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...primitives import CodebookSpec, Scheme, is_compiling, qdtype
 from ..config import generation
 from ..custom_ops import implement, note, opaque, portable, recording
-from ..linear import lut_weight_only, scaled, vector_codebook
+from ..linear import codebooks, scaled
 from ..linear.weight_only import packed_weight_mm
 from ..ops.quantize import error_norms
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
@@ -152,7 +152,7 @@ class WeightOnlyLinear(CompiledLinear):
 
     def rotated(self, x: Tensor) -> Tensor:
         """x as it meets the weight in floating point: rotated if that is."""
-        return vector_codebook.rotated_input(x, self.fields.rotation if self.fields else 0)
+        return codebooks.rotated_input(x, self.fields.rotation if self.fields else 0)
 
     def finite(self, y: Tensor, x: Tensor, in_torch: Callable[[], Tensor], bias: Tensor | None) -> Tensor:
         """y with rows of `in_torch`, which rotates large ones as smaller ones, where a rotation made them infinite."""
@@ -329,7 +329,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
 
 
 # Weights of look-up tables: one table for the whole weight, such as NF4, or one for each row; tables for groups of a
-# row run in torch operators (linear/lut_weight_only.py).
+# row run in torch operators (linear/codebooks.py).
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
@@ -346,7 +346,7 @@ def cpu_lut_mm(
         bias: (N) in the dtype of x, or None.
     """
     about = (n, x.shape[1], f"uint{bits}", packed, TABLE, 0.0)
-    in_torch = lambda: lut_weight_only.lut_weight_mm(x, codes, scale, table, bits if packed else 8, 1, n)  # noqa: E731
+    in_torch = lambda: codebooks.lut_weight_mm(x, codes, scale, table, bits if packed else 8, 1, n)  # noqa: E731
     return multiply("cpu_lut_mm", x, (codes, scale, table), about, bias, in_torch)
 
 
@@ -394,7 +394,7 @@ def cpu_double_quantized_mm(
         dense, zeros = scales.numbers(scale, zero_point)
         if table is None:
             return _in_torch(x, codes, n, dense, zeros, packed, dtype, low, high, domain)
-        return lut_weight_only.lut_weight_mm(x, codes, dense, table, qdtype(dtype).bits if packed else 8, 1, n)
+        return codebooks.lut_weight_mm(x, codes, dense, table, qdtype(dtype).bits if packed else 8, 1, n)
 
     third = zero_point if table is None else table
     return multiply("cpu_double_quantized_mm", x, (codes, scale, third), about, bias, in_torch, scales)

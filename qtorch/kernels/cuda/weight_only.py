@@ -15,7 +15,7 @@ from torch import Tensor
 from ...primitives import CodebookSpec, QuantSpec, Scheme, qdtype
 from .. import custom_ops, features, registry
 from ..cpu import code_values
-from ..linear import vector_codebook
+from ..linear import codebooks
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, from_rows, needs_clear_width, needs_floats, needs_matrix, needs_rows, register, to_rows
 
@@ -132,19 +132,19 @@ def linear_of_numbers(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
 
 @custom_ops.opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))
 def cuda_vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int, bias: Tensor | None) -> Tensor:
-    """`vector_codebook_mm` of linear/vector_codebook.py, plus bias (N), in the dtype of x, or None."""
+    """`vector_codebook_mm` of linear/codebooks.py, plus bias (N), in the dtype of x, or None."""
     from .triton.vector_codebook_mm import vector_codebook_mm
 
-    return vector_codebook_mm(vector_codebook.rotated_input(x, rotation), codes, scale, bias)
+    return vector_codebook_mm(codebooks.rotated_input(x, rotation), codes, scale, bias)
 
 
 def _supports_vectors(problem: Problem) -> str | None:
-    return features.cuda_lacks("triton") or vector_codebook.supports(problem) or needs_floats(problem)
+    return features.cuda_lacks("triton") or codebooks.supports(problem) or needs_floats(problem)
 
 
 @register(
     "linear",
-    layout=vector_codebook.LAYOUT,
+    layout=codebooks.LAYOUT,
     activation=(),
     device="cuda",
     priority=30,
@@ -154,5 +154,5 @@ def _supports_vectors(problem: Problem) -> str | None:
 )
 def _vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     fused, bias = registry.split_bias(bias, x, weight.scheme.shape[0])
-    y = cuda_vector_codebook_mm(to_rows(x), weight.qdata, weight.scale, vector_codebook.rotation_of(weight), fused)
+    y = cuda_vector_codebook_mm(to_rows(x), weight.qdata, weight.scale, codebooks.rotation_of(weight), fused)
     return from_rows(y, x, bias)

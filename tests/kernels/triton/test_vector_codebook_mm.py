@@ -9,7 +9,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.vector_codebook_mm import vector_codebook_mm
 from qtorch.kernels.linear import reference
-from qtorch.kernels.linear.vector_codebook import rotated_input, rotation_of
+from qtorch.kernels.linear.codebooks import rotated_input, rotation_of
 from tests.kernels.quantized_weights import LEAST
 
 
