@@ -6,9 +6,9 @@ A slice is some rows of a weight packed along K; of one packed along N, as that 
 
     y[m, n] = sum_k (x R)[m, k] * entry[byte[n, k / 4]][k % 4] * scale[n, g] + bias[n]
 
-is the product with vectors (`primitives.vector_spec`). R rotates the input, block by block, as the weight is rotated, so
-that the two cancel; the identity if it is not. In the gradient of x, whose weight is transposed, the result is rotated
-instead.
+is the product with vectors (`primitives.vector_spec`). R rotates the input, block by block, as the weight is rotated,
+so that the two cancel; the identity if it is not. In the gradient of x, whose weight is transposed, the result is
+rotated instead.
 """
 
 import math
