@@ -11,16 +11,16 @@ For a weight (N, K), `PerRow` gives blocks (1, K) and a scale (N, 1), groups of 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from .jsonable import HashedOnce, jsonable, wrong_type
 from .tracing import is_compiling
 
 Block = tuple[int, ...]
-S = TypeVar("S", bound="InBlocks")
 
 
 class Granularity:
@@ -153,7 +153,7 @@ class InBlocks(HashedOnce):
         """Shape of the scale of a tensor of this shape."""
         return scale_shape(shape, self.block_size(shape))
 
-    def with_granularity(self: S, granularity: Granularity) -> S:
+    def with_granularity(self, granularity: Granularity) -> Self:
         """The same numerics in other blocks."""
         return replace(self, granularity=granularity)  # type: ignore[type-var]
 

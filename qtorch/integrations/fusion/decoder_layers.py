@@ -46,8 +46,12 @@ class ProjectionReport:
     skipped: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.fused)} of {len(self.fused) + len(self.skipped)} groups of layers are one product"]
-        return "\n".join(lines + [f"  {name}: not fused: {reason}" for name, reason in self.skipped])
+        return _told("groups of layers are one product", self.fused, self.skipped)
+
+
+def _told(what: str, fused: Sequence[str], skipped: Sequence[tuple[str, str]]) -> str:
+    lines = [f"{len(fused)} of {len(fused) + len(skipped)} {what}"]
+    return "\n".join(lines + [f"  {name}: not fused: {reason}" for name, reason in skipped])
 
 
 class FirstProjection(nn.Linear):
@@ -224,9 +228,7 @@ class DecoderReport:
     skipped: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        count = f"{len(self.fused)} of {len(self.fused) + len(self.skipped)}"
-        lines = [str(self.projections), f"{count} norms and rotary embeddings are one kernel"]
-        return "\n".join(lines + [f"  {name}: not fused: {reason}" for name, reason in self.skipped])
+        return f"{self.projections}\n" + _told("norms and rotary embeddings are one kernel", self.fused, self.skipped)
 
 
 def _one_call(*tensors: Tensor) -> bool:
