@@ -53,6 +53,7 @@ RECIPES: dict[str, tuple[WeightRecipe, Precision]] = {
     ),
     "nf4_weight_only()": (qtorch.nf4_weight_only(), Precision(4, 64, FLOATING)),
     "lut_weight_only(3)": (qtorch.lut_weight_only(3), Precision(3, ROW, FLOATING)),
+    "lut_weight_only(4, 64)": (qtorch.lut_weight_only(4, group_size=64), Precision(4, 64, FLOATING)),
     "mxfp4_weight_only()": (qtorch.mxfp4_weight_only(), Precision(4, 32, FLOATING)),
     "nvfp4_weight_only()": (qtorch.nvfp4_weight_only(), Precision(4, 16, FLOATING)),
     "fpx_weight_only(3, 2)": (qtorch.fpx_weight_only(3, 2), Precision(6, ROW, FLOATING)),

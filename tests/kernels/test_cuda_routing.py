@@ -41,7 +41,7 @@ RECIPES = {
     qtorch.nvfp4_weight_only(): ("cuda_number_mm", None),
     qtorch.nf4_weight_only(): ("cuda_number_mm", None),
     qtorch.nf4_weight_only(double_quantize=False): ("cuda_number_mm", []),
-    qtorch.lut_weight_only(): ("lut_weight_mm", None),
+    qtorch.lut_weight_only(): ("cuda_number_mm", []),
     qtorch.vector_codebook_weight_only(): ("cuda_vector_codebook_mm", []),
 }
 

@@ -15,6 +15,7 @@ from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, 
 from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
 from ...primitives.vector_spec import ENTRIES, signs
+from .compiled_library import TYPES
 from .memory import address
 
 FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point and kind.bits <= 8)
@@ -31,7 +32,7 @@ class CodeValues(NamedTuple):
     """The numbers of codes.
 
     Attributes:
-        table: (1, L) or (N, L) fp32, contiguous, L at least 16.
+        table: (1, L) fp32, L at least 16; or (N * G, L) in a type of `TYPES`, one for each group. Contiguous.
         length: how many codes there are.
         exponent, mantissa, bias, special: of numbers that are computed, as in `Weight`; zeros for others.
         unit: such that 16 numbers are integers times it, at most 31 apart; 0 for others.
@@ -54,10 +55,12 @@ class CodeValues(NamedTuple):
 
     @classmethod
     def of_table(cls, table: Tensor) -> CodeValues:
-        """Those of `table` (L,), or (N, 1, L), one for each row."""
-        rows = table.detach().reshape(-1, table.shape[-1]).float()
-        found = cls(torch.nn.functional.pad(rows, (0, max(0, 16 - rows.shape[1]))).contiguous(), rows.shape[1])
-        return found._replace(unit=_unit_of(rows[0].tolist())) if rows.shape == (1, 16) else found
+        """Those of `table` (L,), or (N, G, L), one for each group."""
+        length, tables = table.shape[-1], table.detach().reshape(-1, table.shape[-1])
+        if len(tables) > 1:
+            return cls((tables if tables.dtype in TYPES else tables.float()).contiguous(), length)
+        found = cls(torch.nn.functional.pad(tables.float(), (0, max(0, 16 - length))).contiguous(), length)
+        return found._replace(unit=_unit_of(found.table[0].tolist())) if length == 16 else found
 
     @classmethod
     @functools.cache
@@ -80,10 +83,13 @@ class CodeValues(NamedTuple):
 
     def fields(self) -> dict[str, Any]:
         """Of a `structs.Weight`."""
-        values, stride = address(self.table, torch.float32), self.table.shape[1] if len(self.table) > 1 else 0
+        of_table = {
+            "values": address(self.table), "values_type": TYPES[self.table.dtype],
+            "values_stride": self.length if len(self.table) > 1 else 0, "values_count": self.length,
+        }  # fmt: skip
         computed = {name: getattr(self, name) for name in ("exponent", "mantissa", "bias", "special", "unit")}
         computed["unit_center"] = max(0, -round(float(self.table.min()) / self.unit)) if self.unit else 0
-        return {"center": 0, "values": values, "values_stride": stride, "values_count": self.length, **computed}
+        return {"center": 0, **of_table, **computed}
 
 
 class QuantizedScales(NamedTuple):

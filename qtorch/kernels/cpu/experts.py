@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...primitives import CodebookSpec, qdtype
 from ...primitives.tracing import is_compiling
 from ..custom_ops import note, opaque, recording
 from ..linear.scaled import INTEGERS
@@ -43,9 +44,9 @@ class CompiledExperts(CompiledWeight):
     name: ClassVar[str]
     call: ClassVar[type]
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, **more: Any) -> None:
         """See `of`; the last of `about` are E, the dtype of y, the name of x in `variants`, and numerics."""
-        super().__init__(codes, scale, zero_point, *about)
+        super().__init__(codes, scale, zero_point, *about, **more)
         n, k, *_, self._count, self.dtype, kind, self.numerics = about
         self._n, self._row = n // self._count, k
         if self.compiled is None:
@@ -96,7 +97,7 @@ class CompiledExperts(CompiledWeight):
             or x.shape != (experts.shape[0], self._row)
             or experts.dtype is not torch.int64
             or not (x.is_cpu and experts.is_cpu and x.is_contiguous() and experts.is_contiguous())
-            or not self.is_of(weight.qdata, weight.scale, weight.zero_point)
+            or not self.is_of(*self.tensors_of(weight))
         ):
             return None
         rows = experts.numel()
@@ -134,6 +135,8 @@ def _is_stack(codes: Tensor) -> bool:
 def cpu_experts_mm(
     x: Tensor, experts: Tensor, codes: Tensor,
     scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str, low: float, high: float, domain: str,
+    table: Tensor | None = None, scale_dtype: str = "", scale_group: int = 0, scale_is_positive: bool = False,
+    scale_scale: Tensor | None = None, scale_mean: Tensor | None = None, zero_point_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The equation above, (T * R, N) in the dtype of x.
 
@@ -143,21 +146,33 @@ def cpu_experts_mm(
         codes: (E, N, K) in the storage dtype of `dtype`, the name of a `QDType`; or packed along K.
         scale, zero_point: (E, N, G), G groups of a row, or (1, 1, 1).
         low, high, domain: see `cpu_weight_only_mm`.
+        table: of a look-up table, (L,) or (E, N, G, L); then `domain` is `TABLE`.
+        scale_scale: if given, `scale` and `zero_point` are codes, and the last six the fields of `QuantizedScales`.
     """
     x, experts, scale = _checked(x, experts, codes, scale)
+    scales = None
+    if scale_scale is not None:
+        of_scales = scale_dtype, scale_group, scale_is_positive, scale_scale, scale_mean, zero_point_scale
+        scales = code_values.QuantizedScales(*of_scales)
     (count, n), k, rows = codes.shape[:2], x.shape[1], experts.numel()
     if not (rows and n and k):
         return x.new_zeros(rows, n)
     layer = None
     if _is_stack(codes):
         about = (count * n, k, dtype, packed, domain, (low + high + 1) / 2, count, x.dtype, x.dtype, ())
-        layer = FloatExperts.of(codes, scale, zero_point, *about)
-
-    def product(of_input: Tensor, e: int) -> Tensor:
-        factors = scale[e % len(scale)], None if zero_point is None else zero_point[e % len(zero_point)]
-        return cpu_weight_only_mm(x[of_input], codes[e], n, *factors, packed, dtype, low, high, domain, None)
+        layer = FloatExperts.of(codes, scale, zero_point if table is None else table, *about, scales=scales)
 
     def one_by_one() -> Tensor:
+        dense, zeros = (scale, zero_point) if scales is None else scales.numbers(scale, zero_point)
+
+        def product(of_input: Tensor, e: int) -> Tensor:
+            of_expert = x[of_input], codes[e], n, dense[e % len(dense)]
+            if table is not None:
+                own = table if table.dim() == 1 else table[e]
+                return weight_only.cpu_lut_mm(*of_expert, own, qdtype(dtype).bits, packed, None)
+            zero = None if zeros is None else zeros[e % len(zeros)]
+            return cpu_weight_only_mm(*of_expert, zero, packed, dtype, low, high, domain, None)
+
         return expert_by_expert(x, experts, count, n, product)
 
     if layer is None or not layer.is_fastest(rows):
@@ -259,9 +274,14 @@ def _supports(problem: Problem) -> str | None:
     "grouped_linear", weight=(*INTEGERS, *code_values.FLOATS), activation=(), supports=_supports, checks_memory=True,
     advice=variants.advice, name="cpu_experts_mm",
 )  # fmt: skip
+@register_compiled(
+    "grouped_linear", spec=CodebookSpec, weight=None, activation=(), supports=_supports, checks_memory=True,
+    advice=variants.advice, name="cpu_experts_lut_mm",
+)  # fmt: skip
 def _grouped_linear(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
-    form = weight.form(quantized.scheme)
-    y = cpu_experts_mm(x, experts, quantized.qdata, quantized.dense_scale(), quantized.dense_zero_point(), *form)
+    scales, form = code_values.QuantizedScales.of(quantized) or (), weight.form(quantized.scheme)
+    zero_point, table = (getattr(quantized, name, None) for name in ("zero_point", "table"))
+    y = cpu_experts_mm(x, experts, quantized.qdata, quantized.scale, zero_point, *form, table, *scales)
     if not is_compiling():
         FloatExperts.prepare(quantized)
     return y

@@ -35,6 +35,7 @@ class Weight(NamedTuple):
     zero_is_code: int
     shift: float
     values: int = 0
+    values_type: int = 0
     values_stride: int = 0
     values_count: int = 0
     exponent: int = 0

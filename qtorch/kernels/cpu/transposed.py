@@ -32,14 +32,15 @@ def cpu_transposed_mm(
         x: (M, N) fp32, bf16 or fp16.
         codes: the transpose of those of the weight: (K, N), or packed along K.
         scale, zero_point: (G, N), G groups of a row of the weight.
-        table: of a look-up table (L,), or (1, N, L); then `domain` is `TABLE`.
+        table: of a look-up table (L,), or (G, N, L); then `domain` is `TABLE`.
         packed, dtype, low, high, domain: see `cpu_weight_only_mm`.
     """
     n = x.shape[1]
     rows = codes.t()
     factors = scale.t().contiguous(), None if zero_point is None else zero_point.t().contiguous()
+    own_table = table if table is None or table.dim() == 1 else table.transpose(0, 1)
     about = (n, k, dtype, packed, domain, (low + high + 1) / 2)
-    made = weight.CompiledWeight(rows, factors[0], factors[1] if table is None else table, *about)
+    made = weight.CompiledWeight(rows, factors[0], factors[1] if table is None else own_table, *about)
     if made.compiled is None or made.fields is None:
         note("cpu_transposed_mm.torch")
         if table is not None:
@@ -59,12 +60,10 @@ def _supports(problem: Problem) -> str | None:
     if reason := needs_floats(problem) or needs_matrix(problem):
         return reason
     (k, n), (groups, columns) = scheme.shape, scheme.weight.scale_shape(scheme.shape)
-    axis, of_weight = scheme.layout.packed_axis, scheme.weight
+    axis = scheme.layout.packed_axis
     of_rows = axis is None and (groups == k or groups == n == 1)
     if axis == -1 or not k or not n or columns != n or k % groups or of_rows:
         return "takes the transpose of a weight with scales per row or group of a row"
-    if isinstance(of_weight, CodebookSpec) and of_weight.table is None and groups > 1:
-        return f"takes one table, or one for each row of the weight, it has {of_weight.granularity}"
     return compiled_library.missing()
 
 

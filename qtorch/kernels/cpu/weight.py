@@ -17,7 +17,7 @@ from ..linear.scaled import INTEGERS
 from ..ops.weight_only_mm import code_arguments
 from ..registry import Problem, can_add, needs_matrix, needs_rows, register
 from . import variants
-from .code_values import TABLE, VECTORS, CodeValues, QuantizedScales, vector_fields
+from .code_values import TABLE, VECTORS, CodeValues, QuantizedScales, tensors_of_scales, vector_fields
 from .compiled_library import TYPES, library, missing
 from .memory import address
 from .structs import Weight
@@ -64,6 +64,8 @@ class CompiledWeight:
         bytes_or_numbers = scale if scales is None or scale.itemsize > 1 else scale.view(torch.uint8)
         matrices = (self.as_matrix(codes), self.as_matrix(bytes_or_numbers), None if about[4] == TABLE else zeros)
         _check(*matrices, *about[:4])
+        if about[4] == TABLE:
+            _check_table(zeros, matrices[1].numel(), *about[:3])
         if scales is not None:
             scales.check(scale)
         made, key = self._made, id(codes)
@@ -137,6 +139,11 @@ class CompiledWeight:
             found = cls._made[id(codes)] = cls(codes, scale, zero_point, *about, **more)
         return found
 
+    def tensors_of(self, weight: Any) -> tuple[Any, ...]:
+        """Arguments of `is_of`; a look-up table is in the place of zero points."""
+        third = weight.zero_point if self.about[4] != TABLE else weight.table
+        return weight.qdata, weight.scale, third, *(tensors_of_scales(weight) if self._of_scales else ())
+
     @classmethod
     def made_of(cls: type[W], codes: Tensor) -> W | None:
         """The one that `of` made last of these codes."""
@@ -204,6 +211,17 @@ def _check(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: i
         raise ValueError(f"a weight of shape {(n, k)} has tensors whose memory was given back by a resized storage")
 
 
+def _check_table(table: Tensor | None, blocks: int, n: int, k: int, dtype: str) -> None:
+    wanted = 2 ** qdtype(dtype).bits
+    if table is None or table.shape[-1:] != (wanted,) or table.numel() not in (wanted, blocks * wanted):
+        raise ValueError(
+            f"a weight of shape {(n, k)} in {blocks} groups has one table of {wanted} numbers, or one for each group, "
+            f"got {None if table is None else tuple(table.shape)}"
+        )
+    if not (table.is_cpu and is_backed(table)):
+        raise ValueError(f"the table of a weight of shape {(n, k)} must be on the CPU, got {table.device}")
+
+
 def _fields(codes: Tensor, scale: Tensor, zero_point: Tensor | None, n: int, k: int, *about: Any) -> Weight | None:
     dtype, packed, domain, middle = about
     kind = qdtype(dtype)
@@ -237,7 +255,7 @@ def part(whole: Weight, start: int, stop: int) -> Weight:
         n=stop - start,
         scale=whole.scale + skipped * SIZES[whole.scale_type],
         zero=whole.zero and whole.zero + skipped * SIZES[whole.zero_type],
-        values=whole.values and whole.values + start * whole.values_stride * SIZES[TYPES[torch.float32]],
+        values=whole.values and whole.values + start * whole.groups * whole.values_stride * SIZES[whole.values_type],
         first_scale=whole.first_scale + skipped,
     )
 

@@ -28,7 +28,7 @@ from ..ops.quantize import error_norms
 from ..ops.weight_only_mm import multiply_slices, slice_length, weight_only_mm
 from ..registry import Problem, can_add, choose, from_rows, needs_floats, split_bias, to_rows
 from . import float_copies, variants, weight
-from .code_values import FLOATS, TABLE, QuantizedScales, tensors_of_scales
+from .code_values import FLOATS, TABLE, QuantizedScales
 from .compiled_library import TYPES, Library, threads
 from .memory import address, empty, empty_at
 from .structs import NO_INPUT, Call, Input, Output, Weight, pack, struct_of
@@ -125,11 +125,6 @@ class CompiledLinear(CompiledWeight):
             return None
         y, finite = self.run(x, k, rows, (*shape[:-1], self._n), bias, variant, self.numerics)
         return y if finite else None
-
-    def tensors_of(self, weight: Any) -> tuple[Any, ...]:
-        """Arguments of `is_of`; a look-up table is in the place of zero points."""
-        third = weight.zero_point if self.about[4] != TABLE else weight.table
-        return weight.qdata, weight.scale, third, *(tensors_of_scales(weight) if self._of_scales else ())
 
     @classmethod
     def prepare(cls, weight: Any) -> None:
@@ -328,8 +323,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     return from_rows(y, x, bias)
 
 
-# Weights of look-up tables: one table for the whole weight, such as NF4, or one for each row; tables for groups of a
-# row run in torch operators (linear/codebooks.py).
+# Weights of look-up tables: one table for the whole weight, such as NF4, or one for each group of a row.
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
@@ -342,7 +336,7 @@ def cpu_lut_mm(
         x: (M, K) fp32, bf16 or fp16.
         codes: (N, K) uint8; or of `bits` bits, packed along K.
         scale: (N, G), G groups of a row, or (1, 1), in floating point.
-        table: (L,), or (N, 1, L).
+        table: (L,), or (N, G, L).
         bias: (N) in the dtype of x, or None.
     """
     about = (n, x.shape[1], f"uint{bits}", packed, TABLE, 0.0)
@@ -350,17 +344,7 @@ def cpu_lut_mm(
     return multiply("cpu_lut_mm", x, (codes, scale, table), about, bias, in_torch)
 
 
-def _supports_table(problem: Problem) -> str | None:
-    of_weight = problem.scheme.weight
-    assert isinstance(of_weight, CodebookSpec)
-    if of_weight.table is None and of_weight.scale_shape(problem.scheme.shape)[1] > 1:
-        return f"takes one table, or one for each row, the weight has {of_weight.granularity}"
-    return supports(problem)
-
-
-@register_compiled(
-    "linear", spec=CodebookSpec, weight=None, activation=(), supports=_supports_table, name="cpu_lut_mm",
-)  # fmt: skip
+@register_compiled("linear", spec=CodebookSpec, weight=None, activation=(), supports=supports, name="cpu_lut_mm")
 def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
     packed, n, bits = scheme.layout.packed_axis is not None, scheme.shape[0], scheme.weight.dtype.bits

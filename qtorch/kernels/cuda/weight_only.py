@@ -98,21 +98,27 @@ _name_of._dynamo_marked_constant = _stored_in._dynamo_marked_constant = True  # 
 
 
 @custom_ops.opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
-def cuda_number_mm(x: Tensor, qdata: Tensor, scale: Tensor, dtype: str, numbers: str, bias: Tensor | None) -> Tensor:
-    """`cuda_weight_mm` of elements in `dtype`, a type of integers, that stand for numbers of a table."""
+def cuda_number_mm(
+    x: Tensor, qdata: Tensor, scale: Tensor, dtype: str, numbers: str, bias: Tensor | None, table: Tensor | None = None
+) -> Tensor:
+    """`cuda_weight_mm` of elements in `dtype`, a type of integers, that stand for the `numbers` of `_name_of`; or for
+    those of a table for each group, (N or 1, groups, 2^bits)."""
     from .triton.intx_weight_mm import intx_weight_mm
 
     scale = scale.float() if scale.element_size() == 1 else scale
-    table = _numbers(numbers, 2 ** qdtype(dtype).bits, x.device)
+    table = _numbers(numbers, 2 ** qdtype(dtype).bits, x.device) if table is None else table.contiguous()
     return intx_weight_mm(x, qdata.view(torch.uint8), scale, table, dtype, 0.0, code_values.TABLE, bias)
 
 
 def _supports_numbers(problem: Problem) -> str | None:
     weight = problem.scheme.weight
-    known: Any = weight.table if isinstance(weight, CodebookSpec) else weight.dtype.name in code_values.FLOATS
-    if not known or weight.has_zero_point:
-        return "takes small floats, or a table that all blocks share, without zero points"
-    largest = max(map(abs, known if isinstance(weight, CodebookSpec) else weight.code_range))
+    if isinstance(weight, CodebookSpec):
+        numbers = weight.table or (1.0,)  # the largest of tables of blocks
+    elif weight.dtype.name in code_values.FLOATS and not weight.has_zero_point:
+        numbers = weight.code_range
+    else:
+        return "takes small floats without zero points, or tables"
+    largest = max(map(abs, numbers))
     if problem.dtype is torch.float16 and largest > torch.finfo(torch.float16).max:
         return "has numbers that fp16 does not have, before they are scaled"
     return _supports(problem)
@@ -123,11 +129,12 @@ def _supports_numbers(problem: Problem) -> str | None:
     supports=_supports_numbers, name="cuda_number_mm",
 )  # fmt: skip
 def linear_of_numbers(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    """Linear with small floats, or a table that all blocks share."""
+    """Linear with small floats, or look-up tables."""
     scheme = weight.scheme
     fused, bias = registry.split_bias(bias, x, scheme.shape[0])
-    codes = weight.qdata, weight.dense_scale(), _stored_in(scheme), _name_of(scheme.weight)
-    return from_rows(cuda_number_mm(to_rows(x), *codes, fused), x, bias)
+    name, own = _name_of(scheme.weight), isinstance(scheme.weight, CodebookSpec) and scheme.weight.table is None
+    codes = weight.qdata, weight.dense_scale(), _stored_in(scheme), name, fused, weight.table if own else None
+    return from_rows(cuda_number_mm(to_rows(x), *codes), x, bias)
 
 
 @custom_ops.opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))

@@ -26,6 +26,9 @@ TABLES = {
     "tables of 2 bits": CodebookSpec("uint2"),
     "tables of 5 bits": CodebookSpec("uint5"),
     "tables of 8 bits": CodebookSpec("uint8"),
+    "tables of 4 bits of groups": CodebookSpec("uint4", PerGroup(64)),
+    "tables of 2 bits of groups": CodebookSpec("uint2", PerGroup(96)),
+    "tables of 5 bits of groups": CodebookSpec("uint5", PerGroup(32)),
 }
 INT8 = QuantSpec("int8", PerGroup(256), quant_min=-127)
 DOUBLE = {
@@ -243,28 +246,31 @@ def test_numbers_of_quantized_scales(name: str) -> None:
         assert zero_point is None or torch.equal(zero_point, weight.dense_zero_point())
 
 
-@NEEDS_LIBRARY
-@pytest.mark.parametrize("dtype", ["float4_e2m1", "float8_e4m3fn"])
-def test_experts_and_embeddings(dtype: str) -> None:
-    spec = QuantSpec(dtype, PerGroup(32), zero_point_domain=ZeroPointDomain.NONE)
-    stack = AffineQuantizedTensor.from_float(torch.randn(4, 24, 64), spec)
-    experts, x = torch.tensor([[0, 3], [2, 2], [1, 0]]), torch.randn(3, 64)
-    with record_kernels() as ran:
-        y = grouped_linear(x, stack, experts)
-    assert ran[-1] == f"cpu_experts_mm.{compiled_library.library().instruction_set}"
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1", *TABLES, *DOUBLE])
+def test_experts(build: str, name: str) -> None:
+    spec = (TABLES | DOUBLE).get(name) or QuantSpec(name, PerGroup(32), zero_point_domain=ZeroPointDomain.NONE)
+    stack = quantized_type(spec).from_float(torch.randn(4, 24, 192), spec)
+    experts, x = torch.tensor([[0, 3], [2, 2], [1, 0]]), torch.randn(3, 192)
     exact = stack.dequantize()[experts.reshape(-1)]
     rows = x.repeat_interleave(2, 0)
     expected = (exact @ rows.unsqueeze(2)).squeeze(2)
-    assert bool(((y - expected).abs() <= 1e-5 * (exact.abs() @ rows.abs().unsqueeze(2)).squeeze(2)).all())
+    one_by_one = (
+        f"cpu_{'lut' if name in TABLES or 'NF4' in name or '3 bits' in name else 'weight_only'}_mm.{build}.float"
+    )
+    for variant in ("dot", "fixed", "float"):
+        for _ in range(2):  # the second call knows the weight
+            with variants.force(variant), record_kernels() as ran:
+                y = grouped_linear(x, stack, experts)
+            assert ran[-1] == (one_by_one if variant == "float" else f"cpu_experts_mm.{build}")
+            assert bool(((y - expected).abs() <= 1e-5 * (exact.abs() @ rows.abs().unsqueeze(2)).squeeze(2)).all())
+
+
+@NEEDS_LIBRARY
+@pytest.mark.parametrize("dtype", ["float4_e2m1", "float8_e4m3fn"])
+def test_embeddings(dtype: str) -> None:
+    spec = QuantSpec(dtype, PerGroup(32), zero_point_domain=ZeroPointDomain.NONE)
     table, ids = AffineQuantizedTensor.from_float(torch.randn(30, 64), spec), torch.tensor([[3, 29], [0, 3]])
     with record_kernels() as ran:
         found = functional.embedding(ids, table)
     assert ran[-1] == f"cpu_embedding.{compiled_library.library().instruction_set}"
     assert torch.equal(found, table.dequantize()[ids])
-
-
-def test_tables_of_groups_run_in_torch() -> None:
-    weight = LUTQuantizedTensor.from_float(torch.randn(8, 128), CodebookSpec("uint3", PerGroup(64)))
-    with record_kernels() as ran:
-        functional.linear(torch.randn(2, 128), weight)
-    assert ran[0] == "linear:lut_weight_mm"

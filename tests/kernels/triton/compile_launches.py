@@ -74,8 +74,8 @@ def weight_product(
     m: int, n: int, k: int, bits: int, groups: int, dtype: torch.dtype = BF16, domain: str = "INT"
 ) -> Callable[[], Any]:
     x, scale = torch.ones(m, k, dtype=dtype), torch.ones(n, groups, dtype=BF16)
-    zeros = {"FLOAT": scale, "NONE": None, "TABLE": torch.ones(2**bits)}
-    zero = zeros.get(domain, codes(n, groups))
+    zeros = {"FLOAT": scale, "NONE": None, "TABLE": torch.ones(2**bits), "TABLES": torch.ones(n, groups, 2**bits)}
+    zero, domain = zeros.get(domain, codes(n, groups)), domain.replace("TABLES", "TABLE")
     return lambda: intx_weight_mm(x, stored(n, k, bits), scale, zero, f"uint{bits}", 8.0, domain)
 
 
@@ -128,6 +128,7 @@ def typical() -> Iterator[Launch]:
     yield Launch("int4 rows sm_90", weight_product(1, 256, 4096, 4, 32), rows)
     yield Launch("int8 rows sm_80", weight_product(1, 256, 4096, 8, 32, domain="NONE"), rows, 80)
     yield Launch("table large sm_90", weight_product(128, 256, 1024, 4, 8, domain="TABLE"), LaunchConfig(128, 128, 64))
+    yield Launch("tables sm_90", weight_product(128, 256, 1024, 4, 8, domain="TABLES"), LaunchConfig(128, 128, 64))
     yield Launch("float8 weight sm_90", weight_product(16, 256, 1024, 8, 8, domain="TABLE"), wide)
     yield Launch("table rows sm_80", weight_product(1, 256, 4096, 4, 32, domain="TABLE"), rows, 80)
     for capability in (90, 80):

@@ -36,6 +36,8 @@ OF_QTORCH = ("cuda_int8_mm", "cuda_weight_mm")
 LEAST_TAKEN = {"cuda_int8_mm": 10, "cuda_weight_mm": 10, "cuda_number_mm": 20}
 TABLES = [every_recipe.make(name, group_size=32).linear_spec() for name in ("nf4_weight_only", "gguf_iq4_nl")]
 TABLES.append(LinearSpec(CodebookSpec("uint3", PerGroup(48), table=(-3.0, -1.0, -0.5, 0.0, 0.25, 0.5, 1.0, 2.0))))
+TABLES += [LinearSpec(CodebookSpec("uint3", PerGroup(48))), LinearSpec(CodebookSpec("uint4", PerGroup(32)))]
+TABLES.append(LinearSpec(CodebookSpec("uint2", PerRow())))
 
 FLOAT8 = QuantSpec("float8_e4m3fn", PerGroup(64), zero_point_domain=ZeroPointDomain.NONE, scale_dtype=torch.float32)
 EXTRA_SCHEMES = {"float8 tiles": LinearSpec(replace(FLOAT8, granularity=PerBlock((10, 64))), FLOAT8)} | {

@@ -198,7 +198,7 @@ void multiply_fixed_dot(const Weight& w, const float* x, int64_t ld, int64_t row
     FixedInput in{run, bytes, scale, sums, nullptr, nullptr, {}, true};
     int32_t center = w.values ? w.unit_center : w.center;
     for (int i = 0; w.values && i < 16; i++) {
-        int32_t integer = w.values[i] / w.unit;
+        int32_t integer = ((const float*)w.values)[i] / w.unit;
         in.integers[i] = integer + center;
         in.is_small &= integer >= -15 && integer <= 15;
     }

@@ -83,7 +83,7 @@ void dot_block(const Weight& w, const Reader* readers, const int8_t* const* code
     for (int64_t g = 0; g < groups; g++) {
         int64_t start = g * w.group, stop = start + w.group;
         Floats s[R], part[R][M] = {};
-        UNROLL for (int r = 0; r < R; r++) s[r] = broadcast(scale[r * groups + g]);
+        UNROLL for (int r = 0; r < R; r++) s[r] = broadcast(scale[r * groups + g]), enter_group(row[r], g);
         auto& sums = *(SCALE_SUMS ? &part : &total);
         for (int64_t k = start; k < stop; k += V * LANES) {
             ahead.fetch<LINES>();
@@ -121,10 +121,12 @@ void nibble_block(const Weight& w, const Numbers* numbers, const int8_t* const* 
             int64_t columns = first.left < second.left ? first.left : second.left;
             int64_t stop = k + columns < run ? k + columns : run;
             Numbers low[R], high[R];
-            UNROLL for (int r = 0; r < R; r++) {
-                low[r] = Numbers(numbers[r], scale[r * groups + first.group]);
-                high[r] = Numbers(numbers[r], scale[r * groups + second.group]);
-            }
+            auto of_group = [&](int r, int64_t g) {
+                Numbers own = numbers[r];
+                enter_group(own, g);
+                return Numbers(own, scale[r * groups + g]);
+            };
+            UNROLL for (int r = 0; r < R; r++) low[r] = of_group(r, first.group), high[r] = of_group(r, second.group);
             for (; k < stop; k += LANES) {
                 ahead.fetch<LINES>();
                 UNROLL for (int r = 0; r < R; r++) {
@@ -151,14 +153,18 @@ void wide_nibble_block(const Weight& w, const Reader* readers, const int8_t* con
     constexpr int V = VECTORS<Reader>, LINES = (R * V * LANES + 63) / 64;
     int64_t groups = w.groups, run = w.k / 8;
     Floats total[R][M] = {};
+    Reader own[2][R];
     for (int64_t start = 0; start < w.k; start += 2 * run) {
         GroupEdge edges[2] = {{start, w.group}, {start + run, w.group}};
         for (int64_t k = 0; k < run; k += V * LANES) {
             ahead.fetch<LINES>();
             UNROLL for (int half = 0; half < 2; half++) {
+                bool enters = readers->step && (!k || edges[half].left == w.group);
+                for (int r = 0; enters && r < R; r++) own[half][r].use(readers[r].tables + edges[half].group * readers->step);
+                const Reader* row = readers->step ? own[half] : readers;
                 UNROLL for (int r = 0; r < R; r++) {
                     Floats c[V], s = broadcast(scale[r * groups + edges[half].group]);
-                    read_half(readers[r], codes[r] + start / 2 + k, half, c);
+                    read_half(row[r], codes[r] + start / 2 + k, half, c);
                     UNROLL for (int m = 0; m < M; m++) {
                         const float* x = in.x + m * in.ld + start + half * run + k;
                         Floats part = c[0] * load<Floats>(x);
@@ -182,11 +188,11 @@ inline float sum_of(const float* a, int64_t length) {
     return sum(total) + rest;
 }
 
-// reader(n): of row n, for `NIBBLES` the numbers of its codes.
+// reader(tables, step): of a row with tables that are `step` apart, for `NIBBLES` the numbers of its codes.
 template <int M, bool NIBBLES, class MakeReader>
 void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t threads, const MakeReader& reader) {
     constexpr int R = dot_width(M);
-    using Reader = decltype(reader(0));
+    using Reader = decltype(reader(nullptr, 0));
     int64_t groups = w.groups, ld = round_up(w.k, 64) + 64;
     bool scale_sums = M <= 2 || w.group >= 256;
     // Rows are read in place, except for codes that have to be decoded, and rows near the end of the tensor.
@@ -197,7 +203,7 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
         else return [](bool sums) { return sums ? dot_block<R, M, true, Reader> : dot_block<R, M, false, Reader>; };
     }()(scale_sums);
     parallel((w.n + R - 1) / R, threads, [&](Tasks& tasks) {
-        static thread_local Scratch code_scratch, scale_scratch;
+        static thread_local Scratch code_scratch, scale_scratch, table_scratch[R];
         int8_t* decoded = code_scratch.get<int8_t>(R * ld);
         float* scale = scale_scratch.get<float>(2 * R * groups);
         float* offset = w.has_offset() ? scale + R * groups : nullptr;
@@ -208,7 +214,7 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
             for (int r = 0; r < R; r++) {
                 // Rows beyond the last repeat it.
                 int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
-                readers[r] = reader(n);
+                readers[r] = reader(tables_of(w, n, {0, w.group}, w.k, table_scratch[r]), w.values_stride);
                 codes[r] = (const int8_t*)w.codes + n * w.row_bytes;
                 if (!direct || (!NIBBLES && w.k % LANES && w.ends_within(n, LANES))) {
                     codes[r] = decoded + r * ld;
@@ -229,25 +235,26 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
 template <int M>
 void dot(const Weight& w, const DotInput& in, const Output& y, int64_t threads) {
     bool nibbles = w.bits == 4 && w.k % (8 * LANES) == 0 && w.group % LANES == 0, few = w.values_count <= 16;
-    auto table = [&](int64_t n) { return w.values + n * w.values_stride; };
-    auto sixteen = [&](int64_t n) { return Sixteen(table(n)); };
+    auto sixteen = [](const float* tables, int64_t step) { return OfTables<Sixteen>(Sixteen(tables), tables, step); };
     bool wide = w.values && w.group % WIDTH == 0;
     if constexpr (VECTORS<WideSixteen> > 1) {
         if (wide && few) {
             order_columns<WideSixteen>(in.x, M * in.ld);
-            auto reader = [&](int64_t n) { return WideSixteen(table(n)); };
+            auto reader = [](const float* tables, int64_t step) { return OfTables<WideSixteen>(WideSixteen(tables), tables, step); };
             if (w.bits == 4 && w.group < 256 && w.k % (8 * WIDTH) == 0) return dot_rows<M, true>(w, in, y, threads, reader);
             return dot_rows<M, false>(w, in, y, threads, reader);
         }
     }
     if constexpr (VECTORS<WideComputed> > 1)
-        if (wide && w.exponent && !few) return dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return WideComputed(w); });
-    if (!w.values && nibbles) dot_rows<M, true>(w, in, y, threads, [&](int64_t) { return Nibbles(w.center); });
-    else if (!w.values) dot_rows<M, false>(w, in, y, threads, [](int64_t) { return IntegerCodes{}; });
+        if (wide && w.exponent && !few) return dot_rows<M, false>(w, in, y, threads, [&](const float*, int64_t) { return WideComputed(w); });
+    if (!w.values && nibbles) dot_rows<M, true>(w, in, y, threads, [&](const float*, int64_t) { return Nibbles(w.center); });
+    else if (!w.values) dot_rows<M, false>(w, in, y, threads, [](const float*, int64_t) { return IntegerCodes{}; });
     else if (nibbles) dot_rows<M, true>(w, in, y, threads, sixteen);
     else if (few) dot_rows<M, false>(w, in, y, threads, sixteen);
-    else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](int64_t) { return ComputedCodes(w); });
-    else dot_rows<M, false>(w, in, y, threads, [&](int64_t n) { return LoadedCodes{table(n)}; });
+    else if (w.exponent) dot_rows<M, false>(w, in, y, threads, [&](const float*, int64_t) { return ComputedCodes(w); });
+    else dot_rows<M, false>(w, in, y, threads, [&](const float* tables, int64_t step) {
+        return OfTables<LoadedCodes>({tables, (int)w.values_count - 1}, tables, step);
+    });
 }
 
 inline void multiply_dot(const Weight& w, const Input& x, const Output& y, int64_t threads) {

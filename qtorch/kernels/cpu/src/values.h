@@ -1,6 +1,6 @@
 // Codes that are no integers: numbers of a table, among them floating-point numbers of few bits.
 //
-//     w[n, k] = values[n, code[n, k]] * scale[n, g]
+//     w[n, k] = values[n, g, code[n, k]] * scale[n, g]
 //
 // A reader turns LANES codes into fp32 numbers. Up to 4 bits the table lies in registers; numbers of 5 to 8 bits with an
 // exponent are computed; those of other tables are loaded.
@@ -53,6 +53,8 @@ struct Sixteen {
         return out;
     }
 #endif
+
+    INLINE void use(const float* table) { *this = Sixteen(table); }
 
     INLINE Floats at(const int8_t* codes) const { return low(widen((const uint8_t*)codes)); }
 };
@@ -124,9 +126,23 @@ struct ComputedCodes {
 
 struct LoadedCodes {
     const float* numbers;
+    int last;  // of them; damaged codes may be larger
 
-    INLINE Floats at(const int8_t* codes) const { return look_up(numbers, widen((const uint8_t*)codes)); }
+    INLINE void use(const float* table) { numbers = table; }
+
+    INLINE Floats at(const int8_t* codes) const { return look_up(numbers, widen((const uint8_t*)codes) & last); }
 };
+
+// The tables of row n for `columns` from `at` on, `values_stride` numbers apart. What is read behind them is memory.
+inline const float* tables_of(const Weight& w, int64_t n, GroupEdge at, int64_t columns, Scratch& scratch) {
+    if (!w.values_stride) return (const float*)w.values;
+    int64_t skipped = n * w.groups + at.group, groups = 1;
+    if (columns > at.left) groups += (uint32_t)(columns - at.left + at.size - 1) / (uint32_t)at.size;
+    int64_t count = groups * w.values_stride;
+    float* tables = scratch.get<float>(count);
+    to_float((const char*)w.values + skipped * w.values_stride * size_of(w.values_type), w.values_type, count, tables);
+    return tables;
+}
 
 // How many vectors of numbers `read` gives at once: one, or those of WIDTH bytes.
 template <class Reader>
@@ -140,6 +156,30 @@ INLINE void read(Reader& reader, const int8_t* codes, Floats (&out)[1]) {
 // Columns of x in the order in which `read` gives those of codes.
 template <class Reader>
 INLINE void order_columns(float*, int64_t) {}
+
+// A reader that is made anew for each group, from the tables of a row; of one table all are the first.
+template <class Reader>
+struct OfTables : Reader {
+    const float* tables;
+    int64_t step;
+
+    OfTables() = default;
+
+    OfTables(const Reader& reader, const float* tables_, int64_t step_) : Reader(reader), tables(tables_), step(step_) {}
+
+    INLINE OfTables(const OfTables& unscaled, float scale) : Reader(unscaled, scale) {}
+};
+
+template <class Reader>
+constexpr int VECTORS<OfTables<Reader>> = VECTORS<Reader>;
+
+template <class Reader>
+INLINE void enter_group(Reader&, int64_t) {}
+
+template <class Reader>
+INLINE void enter_group(OfTables<Reader>& reader, int64_t g) {
+    if (reader.step) reader.use(reader.tables + g * reader.step);
+}
 
 // What is left to do with a sum when all codes of a row are read.
 template <class Reader>
@@ -164,6 +204,8 @@ struct WideSixteen {
         planes[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
         planes[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
     }
+
+    INLINE void use(const float* table) { *this = WideSixteen(table); }
 
     INLINE void at(__m256i codes, Floats (&out)[4]) const {
         const __m256i* p = planes;
@@ -285,24 +327,34 @@ using WideComputed = ComputedCodes;
 
 #endif
 
-// body(reader) with the reader of row n.
+// body(make), where make(table) is a reader.
 template <class Body>
-INLINE void with_reader(const Weight& w, int64_t n, const Body& body) {
-    const float* table = w.values + n * w.values_stride;
-    if (w.values_count <= 16) body(Sixteen(table));
-    else if (w.exponent) body(ComputedCodes(w));
-    else body(LoadedCodes{table});
+INLINE void with_reader(const Weight& w, const Body& body) {
+    if (w.values_count <= 16) body([](const float* table) { return Sixteen(table); });
+    else if (w.exponent) body([&](const float*) { return ComputedCodes(w); });
+    else body([&](const float* table) { return LoadedCodes{table, (int)w.values_count - 1}; });
 }
 
 // `count` decoded codes of row n, the first of which is at `at`, in numbers: times the scales of their groups.
 inline void scale_values(const Weight& w, int64_t n, GroupEdge at, const int8_t* codes, int64_t count, const float* scale, float* out) {
-    const float* table = w.values + n * w.values_stride;
-    with_reader(w, n, [&](const auto& reader) {
-        each_group(at, count, [&](int64_t i, int64_t stop, int64_t g) {
-            Floats s = broadcast(scale[g]);
-            for (; i + LANES <= stop; i += LANES) store(out + i, reader.at(codes + i) * s);
-            for (; i < stop; i++) out[i] = table[(uint8_t)codes[i]] * scale[g];
-        });
+    const float* tables = (const float*)w.values;
+    if (w.values_stride) {
+        static thread_local Scratch table_scratch;
+        tables = tables_of(w, n, at, count, table_scratch);
+    }
+    auto scale_group = [&](const auto& reader, const float* table, int64_t i, int64_t stop, float factor) {
+        Floats s = broadcast(factor);
+        for (; i + LANES <= stop; i += LANES) store(out + i, reader.at(codes + i) * s);
+        for (; i < stop; i++) out[i] = table[codes[i] & (w.values_count - 1)] * factor;
+    };
+    with_reader(w, [&](const auto& make) {
+        if (w.values_stride)
+            return each_group(at, count, [&](int64_t i, int64_t stop, int64_t g) {
+                const float* own = tables + (g - at.group) * w.values_stride;
+                scale_group(make(own), own, i, stop, scale[g]);
+            });
+        const auto shared = make(tables);
+        each_group(at, count, [&](int64_t i, int64_t stop, int64_t g) { scale_group(shared, tables, i, stop, scale[g]); });
     });
 }
 

@@ -22,10 +22,10 @@ struct Weight {
     int64_t zero_type;
     int64_t zero_is_code;  // code - zero, or else code * scale + zero
     double shift;          // code of the real zero where its zero point is 0, less center, negated; see `offsets`
-    // Codes that are no integers, see values.h: the numbers of all codes, at least 16, or null; numbers from the table of
-    // one row to that of the next, 0 for one table; and how many there are.
-    const float* values;
-    int64_t values_stride, values_count;
+    // Codes that are no integers, see values.h: the numbers of all codes, in fp32 and at least 16, or tables (N, G) of them,
+    // or null; numbers from one table to the next, 0 if there is but one; and how many each has, a power of two.
+    const void* values;
+    int64_t values_type, values_stride, values_count;
     // Of codes that are computed: bits of the exponent, 0 for others, and of the mantissa, what is subtracted from the
     // exponent, the least magnitude that is no number.
     int64_t exponent, mantissa, bias, special;
@@ -45,6 +45,8 @@ struct Weight {
     const uint32_t* vectors;
     const float* signs;
     int64_t rotation;
+
+    int64_t table_bytes() const { return groups * values_stride * size_of(values_type); }  // of one row
 
     bool has_offset() const { return zero || shift != 0; }
 
@@ -66,7 +68,7 @@ inline Weight rows_of(const Weight& w, int64_t start, int64_t count) {
     part.n = count;
     part.scale = (const char*)w.scale + skipped * size_of(w.scale_type);
     if (w.zero) part.zero = (const char*)w.zero + skipped * size_of(w.zero_type);
-    if (w.values) part.values += start * w.values_stride;
+    if (w.values) part.values = (const char*)w.values + start * w.table_bytes();
     part.first_scale += skipped;
     return part;
 }

@@ -142,9 +142,16 @@ def weight_products(
                 code_zero = tl.full([1, 1], OFFSET + MIDDLE, dtype)
             else:
                 code_zero = tl.full([1, 1], OFFSET, dtype)
-            if ZERO == -1:
+            if ZERO < 0:
                 codes = unpack_tile(q_ptrs + at, mask, G, in_unit, s, BITS, not EVEN)
-                w = tl.load(table_ptr + codes.to(tl.int32)).to(dtype)
+                numbers = table_ptr
+                if ZERO == -2:
+                    if ONE_GROUP:
+                        own_rows = zero_rows + tl.minimum(k + start, K - 1) // GROUP * stride_zg
+                        numbers = tl.expand_dims(own_rows, -1)
+                    else:
+                        numbers = tl.expand_dims(zero_rows, -1) + group * stride_zg
+                w = tl.load(numbers + codes.to(tl.int32)).to(dtype)
             else:
                 w = unpack_floats(q_ptrs + at, mask, G, in_unit, s, code_zero, ZERO, BITS, not EVEN, ASM, PACK, dtype)
             if SCALE_PRODUCT:
@@ -239,8 +246,8 @@ def intx_weight_mm(
     x: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float, domain: str,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `cuda_weight_mm`; any strides. In the domain TABLE, the numbers of all codes (2^bits), fp32, are in place of
-    zero points."""
+    """See `cuda_weight_mm`; any strides. In the domain TABLE, the numbers of all codes (2^bits), or those of each
+    group (N or 1, groups, 2^bits), are in place of zero points."""
     op = "intx_weight_mm"
     check_matrix(op, "x", x, FLOATS)
     m, k = x.shape

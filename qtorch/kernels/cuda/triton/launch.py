@@ -125,7 +125,8 @@ SMALLEST_TILE = 32
 """Of the contracted axis: with groups that allow less, scales are gathered for each code."""
 
 ZEROS = {"NONE": 0, "INT": 1, "FLOAT": 2, "OFFSET": 2, "FRACTIONAL": 3, "TABLE": -1}
-"""ZERO of the kernels by the name of a `ZeroPointDomain`, or of a table in its place; see `intx_weight_mm`."""
+"""ZERO of the kernels by the name of a `ZeroPointDomain`, or of a table in its place, -2 for one of each group; see
+`intx_weight_mm`."""
 
 
 class WeightArguments(GroupedCodes):
@@ -139,12 +140,14 @@ class WeightArguments(GroupedCodes):
             raise ValueError(f"{op} takes a domain of {list(ZEROS)}, got {domain!r}")
         table = zero_point if domain == "TABLE" else None
         super().__init__(op, k, qdata, scale, zero_point if table is None else None, dtype, 1)
-        check_shape(op, "the table", table, (2**self.bits,))
-        zero = ZEROS[domain] if zero_point is not None else 0
+        own = table is not None and table.dim() > 1
+        shape = (2**self.bits,)
+        check_shape(op, "the table", table, (scale.shape[0], self.groups, *shape) if own else shape)
+        zero = -2 if own else ZEROS[domain] if zero_point is not None else 0
         zero_point = scale if zero_point is None else zero_point
         self.pointers = (self.qdata, scale, zero_point)
         self.sizes = (k, self.segment)
-        of_zeros = (0, 0) if table is not None else (row_step(zero_point), zero_point.stride(1))
+        of_zeros = (row_step(zero_point), zero_point.stride(1)) if own or table is None else (0, 0)
         self.steps = (self.qdata.stride(0), row_step(scale), scale.stride(1), *of_zeros)
         self.numerics = {
             # A row in one group is any group that is long enough: kernels are compiled for each size.

@@ -194,6 +194,9 @@ def _dequantize(
                 zero = tl.load(zero_ptr + n_in * stride_zn + group * stride_zg).to(tl.float32)
             if ZERO == -1:
                 w = tl.load(zero_ptr + codes.to(tl.int32)).to(tl.float32) * scale
+            elif ZERO == -2:
+                numbers = zero_ptr + n_in * stride_zn + group * stride_zg
+                w = tl.load(numbers + codes.to(tl.int32)).to(tl.float32) * scale
             elif ZERO == 1:
                 w = to_float(codes, zero + OFFSET, BITS, tl.float32) * scale
             elif ZERO == 3:
