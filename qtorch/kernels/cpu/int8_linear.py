@@ -32,6 +32,19 @@ class Int8Linear(CompiledLinear):
 
     name, call = "int8_mm", IntCall
 
+    def static_linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
+        """`linear` with the scale and zero point that the weight gives for x."""
+        xs, xz = of_rows(weight.act_scale, weight.act_zero_point, x.numel() // self._row[0], writable=True)
+        numerics = *self.numerics[:-2], address(xs, torch.float32), address(xz, torch.int32)
+        return self.linear(x, weight, bias, numerics)
+
+    @classmethod
+    def prepare(cls, weight: Any) -> None:
+        super().prepare(weight)
+        made = cls.made_of(weight.qdata)
+        if made is not None and weight.scheme.spec.static and weight.fast_linear is not None:
+            vars(weight)["fast_linear"] = made.static_linear
+
 
 @opaque(lambda x, xs, xz, quantizer, codes, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
 def cpu_int8_mm(
@@ -240,6 +253,6 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
         packed, scheme.weight.dtype.name, x.dtype, added,
     )  # fmt: skip
     y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, code_values.QuantizedScales.of(quantized)))
-    if not is_compiling() and quantizer and not scheme.spec.static:
+    if not is_compiling() and quantizer:
         Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

@@ -106,7 +106,7 @@ class CompiledLinear(CompiledWeight):
         )  # fmt: skip
         return y, not self._call(self._weight + of_call)
 
-    def linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None, numerics: Numerics | None = None) -> Tensor | None:
         """`F.linear` of x (..., K) with the weight that this was made from; None if one compiled call cannot do it."""
         shape = x.shape
         if (
@@ -123,7 +123,7 @@ class CompiledLinear(CompiledWeight):
         variant = self.variant(rows)
         if variant not in VARIANTS:
             return None
-        y, finite = self.run(x, k, rows, (*shape[:-1], self._n), bias, variant, self.numerics)
+        y, finite = self.run(x, k, rows, (*shape[:-1], self._n), bias, variant, numerics or self.numerics)
         return y if finite else None
 
     @classmethod

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import qtorch
+from qtorch.calibration import observed
 from qtorch.dtypes import deregister_aqt_quantized_linear_dispatch, linear, register_aqt_quantized_linear_dispatch
 from qtorch.kernels import record_kernels, registry
 from qtorch.kernels.cpu import compiled_library, memory, variants
@@ -27,6 +28,7 @@ RECIPES = {
     "int4": qtorch.int4_weight_only(group_size=32),
     "int8 dynamic": qtorch.int8_dynamic_activation_int8_weight(),
     "int4, int8 dynamic": qtorch.int8_dynamic_activation_int4_weight(),
+    "int8 static": qtorch.int8_static_activation_int8_weight(0.04),
 }
 OF_CONVOLUTIONS = {
     "weight-only": qtorch.int8_weight_only(),
@@ -193,6 +195,18 @@ def test_settings_and_written_codes(looked_up):
         assert weight() is None
     finally:
         gc.enable()
+
+
+def test_static_scales_are_read_on_each_call(looked_up):
+    model, recipe = nn.Sequential(nn.Linear(96, 40)), qtorch.int8_static_activation_int8_weight
+    qtorch.quantize_(model, observed(recipe(act_mapping_type=qtorch.MappingType.ASYMMETRIC), [X]))
+    weight = model[0].weight
+    before = called_twice(model, X, looked_up, [])
+    weight.act_scale.mul_(3), weight.act_zero_point.add_(9)
+    after = called_twice(model, X, looked_up, [])
+    weight.fast_linear = None
+    assert torch.equal(model(X), after)
+    assert not torch.equal(before, after)
 
 
 @pytest.mark.parametrize("name", ["qdata", "scale"])

@@ -211,23 +211,28 @@ void dot_rows(const Weight& w, const DotInput& in, const Output& y, int64_t thre
             const int8_t* codes[R];
             float result[R * M];
             Reader readers[R];
+            int64_t start = task * R, count = w.n - start < R ? w.n - start : R;
+            prefetch_scales(w, start + R, 0, R * groups);
+            scales(w, start, scale, count);
+            if (offset) offsets(w, start, scale, offset, count);
             for (int r = 0; r < R; r++) {
                 // Rows beyond the last repeat it.
-                int64_t n = task * R + r < w.n ? task * R + r : w.n - 1;
+                bool is_there = r < count;
+                int64_t n = start + (is_there ? r : count - 1);
+                for (int64_t i = 0; !is_there && i < groups; i++) {
+                    scale[r * groups + i] = scale[(r - 1) * groups + i];
+                    if (offset) offset[r * groups + i] = offset[(r - 1) * groups + i];
+                }
                 readers[r] = reader(tables_of(w, n, {0, w.group}, w.k, table_scratch[r]), w.values_stride);
                 codes[r] = (const int8_t*)w.codes + n * w.row_bytes;
                 if (!direct || (!NIBBLES && w.k % LANES && w.ends_within(n, LANES))) {
                     codes[r] = decoded + r * ld;
                     decode(w, n, 0, w.k, decoded + r * ld);
                 }
-                prefetch_scales(w, n + R, 0, groups);
-                scales(w, n, scale + r * groups);
-                if (offset) offsets(w, n, scale + r * groups, offset + r * groups);
             }
             Ahead ahead{w.codes + (task + 1) * R * w.row_bytes, R * w.row_bytes * VECTORS<Reader> * LANES / (NIBBLES ? w.k / 2 : w.k)};
             block(w, readers, codes, ahead, in, scale, offset, result);
-            int64_t count = w.n - task * R < R ? w.n - task * R : R;
-            y.write_transposed(M, task * R, count, result, M);
+            y.write_transposed(M, start, count, result, M);
         }
     });
 }
