@@ -211,7 +211,7 @@ def cpu_experts_int8_mm(
     def one_by_one() -> Tensor:
         xq, factor, zero_point = (x, xs, xz) if x.dtype is torch.int8 else quantize_rows(x, quantizer, xs, xz)
         assert factor is not None
-        of_x = xq, *of_rows(factor, zero_point, m, writable=False)
+        of_x = xq, *of_rows(factor, zero_point, m)
 
         def product(of_input: Tensor, e: int) -> Tensor:
             rows, scale, zero = (None if t is None else t[of_input] for t in of_x)
@@ -224,7 +224,7 @@ def cpu_experts_int8_mm(
     if layer is None or not layer.is_fastest(rows):
         return one_by_one()
     if xs is not None:
-        of_x = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
+        of_x = of_rows(xs, xz, m)
         numerics = numerics_of(quantizer, address(of_x[0], torch.float32), address(of_x[1], torch.int32))
     return _together("cpu_experts_int8_mm", layer, x, experts, numerics, one_by_one)
 

@@ -34,7 +34,7 @@ class Int8Linear(CompiledLinear):
 
     def static_linear(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor | None:
         """`linear` with the scale and zero point that the weight gives for x."""
-        xs, xz = of_rows(weight.act_scale, weight.act_zero_point, x.numel() // self._row[0], writable=True)
+        xs, xz = of_rows(weight.act_scale, weight.act_zero_point, x.numel() // self._row[0])
         numerics = *self.numerics[:-2], address(xs, torch.float32), address(xz, torch.int32)
         return self.linear(x, weight, bias, numerics)
 
@@ -96,7 +96,7 @@ def _multiply(
         note(f"cpu_int8_mm.{compiled.instruction_set}.{variant}")
     x = x if x.stride(1) == 1 else x.contiguous()
     if xs is not None:
-        xs, xz = of_rows(xs, xz, m, writable=x.dtype is not torch.int8)
+        xs, xz = of_rows(xs, xz, m)
         numerics = numerics_of(quantizer, address(xs, torch.float32), address(xz, torch.int32))
     y, finite = layer.run(x, x.stride(0), m, (m, n), bias, variant, numerics)
     return y if finite else where_finite(y, x, in_torch)
@@ -136,11 +136,10 @@ def numerics_of(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0)
     return *Quantizer.of(quantizer), scale, zero_point
 
 
-def of_rows(xs: Tensor, xz: Tensor | None, m: int, writable: bool) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point for each row; `writable` if a quantizer may write NaN into the scales."""
-    scale = xs.float().expand(m, 1)
-    scale = scale.clone(memory_format=torch.contiguous_format) if writable else scale.contiguous()
-    return scale, None if xz is None else xz.to(torch.int32).expand(m, 1).contiguous()
+def of_rows(xs: Tensor, xz: Tensor | None, m: int) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for each row, in memory of their own: a quantizer may write NaN into the scales."""
+    zero_point = None if xz is None else empty((m, 1), torch.int32).copy_(xz)
+    return empty((m, 1), torch.float32).copy_(xs), zero_point
 
 
 def quantize_rows(
@@ -155,7 +154,7 @@ def quantize_rows(
     x = (x if x.stride(1) == 1 else x.contiguous()).resolve_neg()
     codes = empty((m, k), torch.int8)
     if xs is not None:
-        scale, zero_point = of_rows(xs, xz, m, writable=True)
+        scale, zero_point = of_rows(xs, xz, m)
     else:
         scale, zero_point = empty((m, 1), torch.float32), empty((m, 1), torch.int32) if quantizer[2] else None
     numbers = (Quantizer.of(quantizer), address(scale, torch.float32), address(zero_point, torch.int32))
