@@ -134,6 +134,35 @@ void decode_row(const uint8_t* row, int64_t run, uint8_t center, int8_t* out) {
     }
 }
 
+// `count` codes of one of the eight runs, from `start` on, as in `decode_row`; nothing is read beyond `end`.
+template <int BITS, int ITEM>
+void decode_run(const uint8_t* row, const uint8_t* end, int64_t run, int64_t start, int64_t count, uint8_t center, int8_t* out) {
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        Bytes code = {};
+        int first = 0;
+        UNROLL for (int part = 4; part; part /= 2) {
+            if (!(BITS & part)) continue;
+            const uint8_t* at = row + (first + ITEM * part / 8) * run + start + i;
+            Shorts bits = {};
+            if (end - at >= WIDTH) bits = load<Shorts>(at);
+            else memcpy(&bits, at, end - at);
+            uint8_t mask = ((1 << part) - 1) << first;
+            int left = first - ITEM % (8 / part) * part;
+            code |= (Bytes)(left < 0 ? bits >> -left : bits << left) & mask;
+            first += part;
+        }
+        store(out + i, code - center);
+    }
+}
+
+using DecodeRun = void (*)(const uint8_t*, const uint8_t*, int64_t, int64_t, int64_t, uint8_t, int8_t*);
+
+template <int BITS>
+struct DecodeRuns {
+    static constexpr DecodeRun OF[] = {decode_run<BITS, 0>, decode_run<BITS, 1>, decode_run<BITS, 2>, decode_run<BITS, 3>,
+                                       decode_run<BITS, 4>, decode_run<BITS, 5>, decode_run<BITS, 6>, decode_run<BITS, 7>};
+};
+
 // Codes from k to k + length of row n, centered; whole vectors are written, those behind the end with anything.
 inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t* out) {
     const uint8_t* row = w.codes + n * w.row_bytes;
@@ -151,6 +180,8 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
     using DecodeRow = void (*)(const uint8_t*, int64_t, uint8_t, int8_t*);
     static constexpr DecodeRow ROWS[] = {nullptr, decode_row<1>, decode_row<2>, decode_row<3>, decode_row<4>, decode_row<5>, decode_row<6>, decode_row<7>};
     if (!k && length == w.k && w.k % 8 == 0 && w.k >= 8 * WIDTH) return ROWS[w.bits](row, w.k / 8, center, out);
+    static constexpr const DecodeRun* RUNS[] = {nullptr, DecodeRuns<1>::OF, DecodeRuns<2>::OF, DecodeRuns<3>::OF,
+                                                nullptr, DecodeRuns<5>::OF, DecodeRuns<6>::OF, DecodeRuns<7>::OF};
     // Codes lie in eight runs.
     int64_t run = (w.k + 7) / 8, stop = k + length, item = 0, from = 0;
     const uint8_t* end = row + run * w.bits;
@@ -175,19 +206,7 @@ inline void decode(const Weight& w, int64_t n, int64_t k, int64_t length, int8_t
             unpack(row + item / 2 * run + start, end, count, item % 2 * 4, 15, [&](int64_t i, Bytes v) { store(to + i, v - center); });
             continue;
         }
-        int64_t first = 0;  // of the parts, the lowest bit
-        for (int64_t part = 4; part; part /= 2) {
-            if (!(w.bits & part)) continue;
-            const uint8_t* at = row + (first + item * part / 8) * run + start;
-            int right = item % (8 / part) * part;
-            uint8_t mask = (1 << part) - 1;
-            if (first)
-                unpack(at, end, count, right, mask, [&](int64_t i, Bytes v) {
-                    store(to + i, load<Bytes>(to + i) + (Bytes)((Shorts)v << (int)first));
-                });
-            else unpack(at, end, count, right, mask, [&](int64_t i, Bytes v) { store(to + i, v - center); });
-            first += part;
-        }
+        RUNS[w.bits][item](row, end, run, start, count, center, to);
     }
 }
 
