@@ -15,14 +15,14 @@ from ..custom_ops import opaque
 from ..linear import scaled
 from ..ops.experts import scheme_of_expert
 from ..ops.quantize import quantize_input
-from ..registry import Problem, needs_clear_width, needs_floats, needs_rows
-from .weight_only import reads_integers, weight_arguments
+from ..registry import Problem, needs_clear_width, needs_floats, needs_rows, register
+from .weight_only import name_of_numbers, operands, reads_integers, supports_numbers, weight_arguments
 
 
 @opaque(lambda x, experts, qdata, *_: x.new_empty(experts.numel(), qdata.shape[1]))
 def cuda_experts_mm(
     x: Tensor, experts: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float,
-    domain: str,
+    domain: str, numbers: str = "",
 ) -> Tensor:  # fmt: skip
     """The equation above, x in floating point: (T * R, N) in the dtype of x.
 
@@ -31,11 +31,12 @@ def cuda_experts_mm(
         experts: (T, R) integers; an index that names no expert gives a row of zeros.
         qdata: (E, N, K) codes of `dtype`, a `QDType` name; or uint8, those codes packed by row.
         scale: (E, N, groups) or (1, 1, 1).  zero_point: like it, or None.
-        middle, domain: see `cuda_weight_mm`.
+        middle, domain, numbers: see `cuda_weight_mm`.
     """
     from .triton.experts_mm import experts_weight_mm
 
-    return experts_weight_mm(x, experts, qdata, scale, zero_point, dtype, middle, domain)
+    tensors = operands(qdata, scale, zero_point, dtype, domain, numbers)
+    return experts_weight_mm(x, experts, *tensors, dtype, middle, domain)
 
 
 @opaque(lambda xq, experts, xs, xz, qdata, *rest: xq.new_empty(experts.numel(), qdata.shape[1], dtype=rest[-1]))
@@ -91,9 +92,13 @@ def _supports_int8(problem: Problem) -> str | None:
     return scaled.supports_int32(problem._replace(op="linear", scheme=scheme))
 
 
+@register(
+    "grouped_linear", layout=("plain", "packed"), spec=None, activation=(), device="cuda", priority=30,
+    supports=lambda problem: supports_numbers(problem) or _supports(problem), name="cuda_number_experts_mm",
+)  # fmt: skip
 @reads_integers("grouped_linear", activation=(), supports=_supports, name="cuda_experts_mm")
 def _grouped_linear(x: Tensor, weight: Any, experts: Tensor) -> Tensor:
-    return cuda_experts_mm(x, experts, *weight_arguments(weight))
+    return cuda_experts_mm(x, experts, *weight_arguments(weight), name_of_numbers(weight.scheme.weight))
 
 
 @reads_integers("grouped_linear", activation=("int8",), supports=_supports_int8, name="cuda_experts_int8_mm")

@@ -23,7 +23,7 @@ from ..registry import Problem, from_rows, needs_clear_width, needs_floats, need
 @custom_ops.opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
 def cuda_weight_mm(
     x: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float, domain: str,
-    bias: Tensor | None,
+    bias: Tensor | None, numbers: str = "",
 ) -> Tensor:  # fmt: skip
     """The equation above.
 
@@ -32,7 +32,8 @@ def cuda_weight_mm(
         qdata: (N, K) codes of `dtype`, a `QDType` name; or uint8, those codes packed by row.
         scale: (N, groups) or (1, groups), groups dividing K.  zero_point: like it, or None.
         middle: of the code range, (low + high + 1) / 2; used in the FLOAT domain.
-        domain: name of a `ZeroPointDomain`.
+        domain: name of a `ZeroPointDomain`; or `TABLE`: codes of `dtype`, a type of integers, stand for numbers that
+            `name_of_numbers` names; or for those of tables of groups (N or 1, groups, 2^bits) in place of zero points.
         bias: (N,), added to the rounded result; or None.
 
     Returns:
@@ -40,12 +41,26 @@ def cuda_weight_mm(
     """
     from .triton.intx_weight_mm import intx_weight_mm
 
-    return intx_weight_mm(x, qdata, scale, zero_point, dtype, middle, domain, bias)
+    tensors = operands(qdata, scale, zero_point, dtype, domain, numbers)
+    return intx_weight_mm(x, *tensors, dtype, middle, domain, bias)
+
+
+def operands(
+    qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, domain: str, numbers: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scale, and zero point or table, as Triton's kernels take them."""
+    if domain != code_values.TABLE:
+        return qdata, scale, zero_point
+    table = _numbers(numbers, 2 ** qdtype(dtype).bits, qdata.device) if zero_point is None else zero_point.contiguous()
+    return qdata.view(torch.uint8), scale.float() if scale.element_size() == 1 else scale, table
 
 
 def weight_arguments(weight: Any) -> tuple[Tensor, Tensor, Tensor | None, str, float, str]:
     """Codes, scale, zero point and numerics of a weight, as `cuda_weight_mm` takes them."""
     spec = weight.scheme.weight
+    if name_of_numbers(spec):
+        own = weight.table if isinstance(spec, CodebookSpec) and spec.table is None else None
+        return weight.qdata, weight.dense_scale(), own, _stored_in(weight.scheme), 0.0, code_values.TABLE
     low, high = spec.code_range
     numerics = (spec.dtype.name, (low + high + 1) / 2, spec.zero_point_domain.name)
     return weight.qdata, weight.dense_scale(), weight.dense_zero_point(), *numerics
@@ -66,17 +81,9 @@ reads_integers = functools.partial(register, layout=("plain", "packed"), weight=
 """`register` of kernels by Triton for integer weights, packed or not."""
 
 
-@reads_integers("linear", activation=(), supports=_supports, name="cuda_weight_mm")
-def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    """Linear with any weight-only integer scheme."""
-    fused, bias = registry.split_bias(bias, x, weight.scheme.shape[0])
-    y = cuda_weight_mm(to_rows(x), *weight_arguments(weight), fused)
-    return from_rows(y, x, bias)
-
-
 @functools.lru_cache(maxsize=256)
 def _numbers(name: str, size: int, device: torch.device) -> Tensor:
-    """The numbers of codes 0, 1, ... in fp32, and zeros up to `size` of them; the name is as in `_name_of`."""
+    """The numbers of codes 0, 1, ... in fp32, and zeros up to `size` of them; the name is as in `name_of_numbers`."""
     if name in code_values.FLOATS:
         numbers = code_values.CodeValues.of_type(name).table[0, :size].to(device)
     else:
@@ -84,9 +91,11 @@ def _numbers(name: str, size: int, device: torch.device) -> Tensor:
     return torch.nn.functional.pad(numbers, (0, size - len(numbers)))
 
 
-def _name_of(spec: QuantSpec | CodebookSpec) -> str:
-    """What the codes stand for: the name of a type, or the numbers of a table."""
-    return " ".join(map(repr, spec.table or ())) if isinstance(spec, CodebookSpec) else spec.dtype.name
+def name_of_numbers(spec: QuantSpec | CodebookSpec) -> str:
+    """What codes that are no integers stand for: the name of a type, or the numbers of a table; "" for integers."""
+    if isinstance(spec, CodebookSpec):
+        return " ".join(map(repr, spec.table)) if spec.table else "tables of blocks"
+    return spec.dtype.name if spec.dtype.is_floating_point else ""
 
 
 def _stored_in(scheme: Scheme) -> str:
@@ -94,23 +103,11 @@ def _stored_in(scheme: Scheme) -> str:
     return "uint8" if scheme.layout.packed_axis is None else f"uint{scheme.weight.dtype.bits}"
 
 
-_name_of._dynamo_marked_constant = _stored_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+name_of_numbers._dynamo_marked_constant = _stored_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@custom_ops.opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
-def cuda_number_mm(
-    x: Tensor, qdata: Tensor, scale: Tensor, dtype: str, numbers: str, bias: Tensor | None, table: Tensor | None = None
-) -> Tensor:
-    """`cuda_weight_mm` of elements in `dtype`, a type of integers, that stand for the `numbers` of `_name_of`; or for
-    those of a table for each group, (N or 1, groups, 2^bits)."""
-    from .triton.intx_weight_mm import intx_weight_mm
-
-    scale = scale.float() if scale.element_size() == 1 else scale
-    table = _numbers(numbers, 2 ** qdtype(dtype).bits, x.device) if table is None else table.contiguous()
-    return intx_weight_mm(x, qdata.view(torch.uint8), scale, table, dtype, 0.0, code_values.TABLE, bias)
-
-
-def _supports_numbers(problem: Problem) -> str | None:
+def supports_numbers(problem: Problem) -> str | None:
+    """Why the kernels take no codes that stand for such numbers, or None."""
     weight = problem.scheme.weight
     if isinstance(weight, CodebookSpec):
         numbers = weight.table or (1.0,)  # the largest of tables of blocks
@@ -121,20 +118,19 @@ def _supports_numbers(problem: Problem) -> str | None:
     largest = max(map(abs, numbers))
     if problem.dtype is torch.float16 and largest > torch.finfo(torch.float16).max:
         return "has numbers that fp16 does not have, before they are scaled"
-    return _supports(problem)
+    return None
 
 
 @register(
     "linear", layout=("plain", "packed"), spec=None, activation=(), device="cuda", priority=30,
-    supports=_supports_numbers, name="cuda_number_mm",
+    supports=lambda problem: supports_numbers(problem) or _supports(problem), name="cuda_number_mm",
 )  # fmt: skip
-def linear_of_numbers(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    """Linear with small floats, or look-up tables."""
-    scheme = weight.scheme
-    fused, bias = registry.split_bias(bias, x, scheme.shape[0])
-    name, own = _name_of(scheme.weight), isinstance(scheme.weight, CodebookSpec) and scheme.weight.table is None
-    codes = weight.qdata, weight.dense_scale(), _stored_in(scheme), name, fused, weight.table if own else None
-    return from_rows(cuda_number_mm(to_rows(x), *codes), x, bias)
+@reads_integers("linear", activation=(), supports=_supports, name="cuda_weight_mm")
+def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Linear with any weight-only scheme of integers, small floats or look-up tables."""
+    fused, bias = registry.split_bias(bias, x, weight.scheme.shape[0])
+    y = cuda_weight_mm(to_rows(x), *weight_arguments(weight), fused, name_of_numbers(weight.scheme.weight))
+    return from_rows(y, x, bias)
 
 
 @custom_ops.opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))

@@ -94,6 +94,8 @@ def experts_products(m: int, n: int, k: int, bits: int, groups: int) -> Iterator
     scales = torch.ones(m, 1), codes(m, 1)
     yield "experts_int8_mm", lambda: experts_int8_mm(xq, experts, *scales, *of_weight, f"int{bits}", BF16)
     yield "experts_weight_mm", lambda: experts_weight_mm(x, experts, *of_weight, f"uint{bits}", 8.0, "INT")
+    tables = *of_weight[:2], torch.ones(3, n, groups, 2**bits), f"uint{bits}", 0.0, "TABLE"
+    yield "experts_weight_mm, tables", lambda: experts_weight_mm(x, experts, *tables)
 
 
 def tile_product(m: int, n: int, k: int, dtype: torch.dtype, tile: int) -> Callable[[], Any]:
@@ -217,7 +219,7 @@ def every() -> Iterator[Launch]:
                 yield Launch(f"{name} {about}", call)
             variants = [LaunchConfig(16, 64, 64, split_k=2, path="mm"), LaunchConfig(path="dense")]
             for config in variants + [LaunchConfig(8, 16, 64, path="rows")]:
-                for domain, dtype in (("INT", BF16), ("FLOAT", FP32), ("TABLE", BF16)):
+                for domain, dtype in (("INT", BF16), ("FLOAT", FP32), ("TABLE", BF16), ("TABLES", BF16)):
                     call = weight_product(m, n, k, bits, groups, dtype, domain)
                     yield Launch(f"intx_weight_mm {about} {config.path} {domain}", call, config)
 

@@ -4,33 +4,43 @@ import pytest
 import torch
 
 from qtorch import PerGroup, PerRow, QuantSpec
+from qtorch.dtypes import quantized_type
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.experts import cuda_experts_int8_mm, cuda_experts_mm
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.experts_mm import experts_int8_mm, experts_weight_mm
 from qtorch.kernels.cuda.weight_only import weight_arguments
 from qtorch.kernels.ops.quantize import quantize_input
-from qtorch.kernels.registry import Problem, candidates, choose
-from qtorch.primitives import ZeroPointDomain, compute_error
+from qtorch.kernels.registry import Problem, candidates, choose, kernels
+from qtorch.primitives import NF4_TABLE, CodebookSpec, ZeroPointDomain, compute_error, nvfp4_spec
 from tests.fast_part import matrix_but
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, INDICES, LEAST, TOKEN, of_experts, weight_of
 from tests.refusals import refusals
 
 CONFIG = LaunchConfig(16, 32, 32)
+KERNELS = {kernel.name: kernel for kernel in kernels("grouped_linear") if kernel.device == "cuda"}
 
 every_index = pytest.mark.parametrize("name", matrix_but(("some", "sorted"), INDICES))
 
 
+SPECS = {
+    "int8": QuantSpec("int8", PerRow()), "uint4": QuantSpec("uint4", PerGroup(32), ASYMMETRIC),
+    "short groups": QuantSpec("int4", PerGroup(8)), "NF4": CodebookSpec("uint4", PerGroup(32), NF4_TABLE),
+    "tables": CodebookSpec("uint3", PerGroup(32)), "NVFP4": nvfp4_spec(),
+    "float8": QuantSpec("float8_e4m3fn", zero_point_domain=ZeroPointDomain.NONE),
+}  # fmt: skip
+
+
 @every_index
-@pytest.mark.parametrize(
-    "spec", [QuantSpec("int8", PerRow()), QuantSpec("uint4", PerGroup(32), ASYMMETRIC), QuantSpec("int4", PerGroup(8))]
-)
-def test_weight_only(spec, name, device):
-    weight, experts = weight_of(spec, (5, 20, 64), device), torch.tensor(INDICES[name], device=device)
-    x = torch.randn(len(experts), 64, device=device)
+@pytest.mark.parametrize("kind", SPECS)
+def test_weight_only(kind, name, device):
+    of_type, experts = quantized_type(SPECS[kind]), torch.tensor(INDICES[name], device=device)
+    weight, x = of_type.from_float(torch.randn(5, 20, 64), SPECS[kind]).to(device), torch.randn(len(experts), 64)
+    kernel, x = KERNELS["cuda_experts_mm" if kind in list(SPECS)[:3] else "cuda_number_experts_mm"], x.to(device)
+    assert kernel.rejects(Problem("grouped_linear", weight.scheme, x.dtype, "cuda")) is None
     with forced(CONFIG), record_kernels() as ran:
-        y = cuda_experts_mm(x, experts, *weight_arguments(weight))
-    assert ran == ["cuda_experts_mm", "triton.experts_weight_mm"]
+        y = kernel(x, weight, experts)
+    assert ran[1:] == ["cuda_experts_mm", "triton.experts_weight_mm"]
     wanted = of_experts(x, weight, experts)
     zero = (experts.reshape(-1) < 0) | (experts.reshape(-1) > 4)
     assert not y[zero].any()

@@ -11,7 +11,7 @@ from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.cuda.triton.int8_grouped_mm import int8_grouped_mm
 from qtorch.kernels.cuda.triton.intx_weight_mm import intx_weight_mm
-from qtorch.kernels.cuda.weight_only import linear_of_numbers, weight_arguments
+from qtorch.kernels.cuda.weight_only import cuda_weight_linear, weight_arguments
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.quantize import quantize_input
 from tests.fast_part import matrix_but
@@ -112,7 +112,7 @@ def test_numbers_of_a_table(dtype, variant, device):
             x, bias = torch.randn(1 if variant == "rows" else 19, k, device=device).to(dtype), torch.randn(n).to(dtype)
             of_numbers, bias = recipe.apply(torch.randn(n, k).to(dtype)).to(device), bias.to(device)
             with forced(config), record_kernels() as ran:
-                y = linear_of_numbers(x, of_numbers, bias)
+                y = cuda_weight_linear(x, of_numbers, bias)
             assert ran[-1:] == [f"triton.intx_weight_mm.{config.path}"]
             assert y.dtype == dtype
             assert compute_error(reference.linear(x, of_numbers, bias), y) > LEAST[dtype], name

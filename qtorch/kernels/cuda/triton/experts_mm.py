@@ -129,7 +129,8 @@ def _check_experts(op: str, x: Tensor, experts: Tensor, qdata: Tensor, scale: Te
 
 def _matrices(qdata: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """(E, N, K) as (E * N, K)."""
-    return qdata.flatten(0, 1), scale.flatten(0, 1), None if zero_point is None else zero_point.flatten(0, 1)
+    is_table = zero_point is None or zero_point.dim() == 1  # of all groups, if any
+    return qdata.flatten(0, 1), scale.flatten(0, 1), zero_point if is_table else zero_point.flatten(0, 1)  # type: ignore[union-attr]
 
 
 def experts_weight_mm(
