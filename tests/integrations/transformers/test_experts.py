@@ -38,7 +38,8 @@ RECIPES = {
     "int4": (qtorch.int4_weight_only(group_size=32), "cpu_experts_mm"),
     "w8a8": (qtorch.int8_dynamic_activation_int8_weight(), "cpu_experts_int8_mm"),
     "w4a8": (qtorch.int8_dynamic_activation_int4_weight(group_size=32), "cpu_experts_int8_mm"),
-    "nf4": (qtorch.nf4_weight_only(group_size=32, double_quantize=False), "experts_as_linear_layers"),
+    "nf4": (qtorch.nf4_weight_only(group_size=32), "cpu_experts_lut_mm"),
+    "vectors": (qtorch.vector_codebook_weight_only(), "experts_as_linear_layers"),
 }
 IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm", "qtorch"]
 NEEDS_CHOICE = pytest.mark.skipif(
@@ -98,7 +99,7 @@ def test_every_implementation(name: str, recipe: str) -> None:
                 y = run(experts, implementation, x, *where)
             assert least < qtorch.compute_error(wanted, y)
             products = [each for each in ran if each.startswith("grouped_linear:")]
-            one_by_one = implementation == "eager" or (implementation == "batched_mm" and recipe == "nf4")
+            one_by_one = implementation == "eager" or (implementation == "batched_mm" and recipe == "vectors")
             assert products == ([] if one_by_one else [f"grouped_linear:{kernel}"] * 2)
 
 
@@ -108,8 +109,7 @@ def test_every_implementation(name: str, recipe: str) -> None:
 def test_one_graph(name: str, recipe: str, dtype: torch.dtype) -> None:
     experts = make(name, RECIPES[recipe][0], dtype)
     x, where = torch.randn(5, 64).to(dtype), routing(5, dtype)
-    # Without a kernel for all experts, "batched_mm" is ten linear layers, which take long to trace.
-    for implementation in IMPLEMENTATIONS[2 if recipe == "nf4" else 1 :]:
+    for implementation in IMPLEMENTATIONS[1:]:
         torch.compiler.reset()
         wanted = run(experts, implementation, x, *where)
         y = torch.compile(experts, fullgraph=True, backend="aot_eager")(x, *where)
