@@ -2,7 +2,8 @@
 
 import torch
 
-from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerRow, PlainLayout, QuantSpec
+from qtorch import LinearSpec, MappingType, PackedLayout, PerRow, PlainLayout, QuantSpec
+from qtorch.dtypes import quantized_type
 from qtorch.kernels.linear import reference
 
 ASYMMETRIC = MappingType.ASYMMETRIC
@@ -17,7 +18,7 @@ def weight_of(spec, shape, device="cpu", activation=None, dtype=torch.float32):
     """A random weight, packed where that makes it smaller."""
     layout = PlainLayout() if spec.dtype.bits == 8 else PackedLayout()
     linear = LinearSpec(spec, activation, layout=layout)
-    return AffineQuantizedTensor.from_float(torch.randn(shape).to(dtype), linear).to(device)
+    return quantized_type(spec).from_float(torch.randn(shape).to(dtype), linear).to(device)
 
 
 INDICES = {

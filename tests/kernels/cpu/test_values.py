@@ -254,9 +254,7 @@ def test_experts(build: str, name: str) -> None:
     exact = stack.dequantize()[experts.reshape(-1)]
     rows = x.repeat_interleave(2, 0)
     expected = (exact @ rows.unsqueeze(2)).squeeze(2)
-    one_by_one = (
-        f"cpu_{'lut' if name in TABLES or 'NF4' in name or '3 bits' in name else 'weight_only'}_mm.{build}.float"
-    )
+    one_by_one = f"cpu_{'lut' if isinstance(spec, CodebookSpec) else 'weight_only'}_mm.{build}.float"
     for variant in ("dot", "fixed", "float"):
         for _ in range(2):  # the second call knows the weight
             with variants.force(variant), record_kernels() as ran:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from qtorch import PerGroup, PerRow, QuantSpec
-from qtorch.dtypes import quantized_type
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.experts import cuda_experts_int8_mm, cuda_experts_mm
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
@@ -34,13 +33,13 @@ SPECS = {
 @every_index
 @pytest.mark.parametrize("kind", SPECS)
 def test_weight_only(kind, name, device):
-    of_type, experts = quantized_type(SPECS[kind]), torch.tensor(INDICES[name], device=device)
-    weight, x = of_type.from_float(torch.randn(5, 20, 64), SPECS[kind]).to(device), torch.randn(len(experts), 64)
-    kernel, x = KERNELS["cuda_experts_mm" if kind in list(SPECS)[:3] else "cuda_number_experts_mm"], x.to(device)
+    weight, experts = weight_of(SPECS[kind], (5, 20, 64), device), torch.tensor(INDICES[name], device=device)
+    x = torch.randn(len(experts), 64, device=device)
+    kernel = KERNELS["cuda_experts_mm" if kind in list(SPECS)[:3] else "cuda_number_experts_mm"]
     assert kernel.rejects(Problem("grouped_linear", weight.scheme, x.dtype, "cuda")) is None
     with forced(CONFIG), record_kernels() as ran:
         y = kernel(x, weight, experts)
-    assert ran[1:] == ["cuda_experts_mm", "triton.experts_weight_mm"]
+    assert ran == [f"grouped_linear:{kernel.name}", "cuda_experts_mm", "triton.experts_weight_mm"]
     wanted = of_experts(x, weight, experts)
     zero = (experts.reshape(-1) < 0) | (experts.reshape(-1) > 4)
     assert not y[zero].any()
