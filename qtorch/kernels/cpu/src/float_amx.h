@@ -269,15 +269,16 @@ inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64
     float* sums = w.has_offset() && slices > 1 ? group_scratch.get<float>(w.groups * m16) : nullptr;
     bfloat_panels(w, x, slices, packed, sums, threads);
     const BfloatPanels panels{packed, sums, slices, m16 / 16, panel, slice};
-    int64_t rows = task_rows(w.n, x.rows <= 32 ? 32 : 256, 32, threads);
-    parallel((w.n + rows - 1) / rows, threads, [&](Tasks& tasks) {
+    const RowTasks shares(w.n, 32, x.rows <= 32 ? 32 : 256, threads);
+    const int64_t rows = shares.most();
+    parallel(shares.count, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, tile_scratch, scale_scratch, sum_scratch;
         float* scale = scale_scratch.get<float>(2 * rows * w.groups);
         AmxBlock block{w, panels, rows, m16, code_scratch.get<int8_t>(AMX_COLUMNS), tile_scratch.get<uint16_t>(rows * AMX_LD),
                        scale, scale + rows * w.groups, sum_scratch.get<float>(rows * m16)};
         TileConfig config(64);
         for (int64_t task; (task = tasks.next()) >= 0;) {
-            int64_t start = task * rows, count = w.n - start < rows ? w.n - start : rows;
+            int64_t start = shares.start(task), count = shares.start(task + 1) - start;
             block.multiply(start, count);
             y.write_transposed(x.rows, start, count, block.c, m16);
         }

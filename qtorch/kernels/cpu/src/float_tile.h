@@ -13,9 +13,9 @@ constexpr int TILE_ROWS = 24;  // of the weight, multiplied together
 constexpr int TASK_ROWS = 192;
 constexpr int TILE_COLUMNS = 256;
 constexpr int TILE_LD = TILE_COLUMNS + 16;  // rows of a tile do not compete for the same lines of the cache
-constexpr int MAX_PANELS = REGISTERS == 32 ? 4 : 2;  // of x, multiplied together
-// Units of four bytes of those panels, from one column of units on, that stay in the nearest cache.
-constexpr int64_t NEAR_UNITS = 24 * 1024 / (MAX_PANELS * WIDTH);
+constexpr int MAX_PANELS = REGISTERS == 32 ? 3 : 2;  // of x, multiplied together
+// Units of four bytes of so many panels, from one column of units on, that stay in the nearest cache.
+constexpr int64_t near_units(int panels) { return 24 * 1024 / (panels * WIDTH); }
 constexpr int64_t SUMS = REGISTERS == 32 ? 24 : 12;  // vectors of sums that registers hold
 
 // c[r, v] (+)= sum_k w[r, k] * x[v][k], a vector over the rows of a panel.
@@ -50,23 +50,22 @@ void multiply_rows(const float* w, const float* x, int64_t panel, int64_t column
 // k_all).
 inline void multiply_panels(const float* w, int64_t rows, const float* x, int64_t panels, int64_t k_all, int64_t k, int64_t columns,
                             float* c, int64_t ldc, bool add) {
+    constexpr int64_t NEAR = near_units(MAX_PANELS);
     int64_t panel = k_all * LANES;
     for (int64_t p = 0; p < panels;) {
         int64_t left = panels - p;
-        // Five panels are better cut 3 + 2 than 4 + 1.
+        // Four panels are better cut 2 + 2 than 3 + 1.
         int64_t v = left == MAX_PANELS + 1 ? (left + 1) / 2 : left < MAX_PANELS ? left : MAX_PANELS;
-        for (int64_t i = 0; i < columns; i += NEAR_UNITS) {
-            int64_t here = columns - i < NEAR_UNITS ? columns - i : NEAR_UNITS;
+        for (int64_t i = 0; i < columns; i += NEAR) {
+            int64_t here = columns - i < NEAR ? columns - i : NEAR;
             const float* from = x + p * panel + (k + i) * LANES;
             for (int64_t r = 0; r < rows; r += TILE_ROWS) {
                 const float* tile = w + r * TILE_LD + i;
                 float* to = c + r * ldc + p * LANES;
                 if (v == 1) multiply_rows<1>(tile, from, panel, here, to, ldc, add || i);
                 if (v == 2) multiply_rows<2>(tile, from, panel, here, to, ldc, add || i);
-                if constexpr (MAX_PANELS == 4) {
+                if constexpr (MAX_PANELS == 3)
                     if (v == 3) multiply_rows<3>(tile, from, panel, here, to, ldc, add || i);
-                    if (v == 4) multiply_rows<4>(tile, from, panel, here, to, ldc, add || i);
-                }
             }
         }
         p += v;
@@ -92,16 +91,16 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
     }
     float* packed = panel_scratch.get<float>(ldc * w.k);
     to_panels((const int32_t*)rows, ld, x.rows, w.k, (int32_t*)packed, threads);
-    int64_t block = task_rows(w.n, x.rows <= 64 ? TILE_ROWS : TASK_ROWS, TILE_ROWS, threads);
-    parallel((w.n + block - 1) / block, threads, [&](Tasks& tasks) {
+    const RowTasks shares(w.n, TILE_ROWS, x.rows <= 64 ? TILE_ROWS : TASK_ROWS, threads);
+    parallel(shares.count, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, tile_scratch, scale_scratch, sum_scratch;
         int8_t* codes = code_scratch.get<int8_t>(TILE_COLUMNS);
-        float* tile = tile_scratch.get<float>(block * TILE_LD);
-        float* scale = scale_scratch.get<float>(2 * block * w.groups);
-        float* offset = scale + block * w.groups;
-        float* c = sum_scratch.get<float>(block * ldc);
+        float* tile = tile_scratch.get<float>(shares.most() * TILE_LD);
+        float* scale = scale_scratch.get<float>(2 * shares.most() * w.groups);
+        float* offset = scale + shares.most() * w.groups;
+        float* c = sum_scratch.get<float>(shares.most() * ldc);
         for (int64_t task; (task = tasks.next()) >= 0;) {
-            int64_t start = task * block, count = w.n - start < block ? w.n - start : block;
+            int64_t start = shares.start(task), count = shares.start(task + 1) - start;
             scales(w, start, scale, count);
             offsets(w, start, scale, offset, count);
             for (int64_t k = 0; k < w.k; k += TILE_COLUMNS) {

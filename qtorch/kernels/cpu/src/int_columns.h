@@ -107,7 +107,7 @@ void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& 
 constexpr int INT_ROWS = 2 * TILE_ROWS;  // whole vectors, as the result is written
 constexpr int INT_COLUMNS = 1024;
 constexpr int INT_LD = INT_COLUMNS + 64;
-constexpr int INT_PANELS = MAX_PANELS;
+constexpr int INT_PANELS = REGISTERS == 32 ? 4 : 2;
 constexpr bool PREFETCHES = true;
 using Unit = uint32_t;
 
@@ -141,7 +141,7 @@ INLINE Ints add_unit(Ints total, Ints codes, Ints x) { return total + multiply_p
 
 #endif
 
-constexpr int64_t INT_NEAR = NEAR_UNITS * UNIT_CODES;
+constexpr int64_t INT_NEAR = near_units(INT_PANELS) * UNIT_CODES;
 
 // Not a part of its caller, whose variables would take registers.
 template <int V>
@@ -222,10 +222,10 @@ inline void multiply_columns(const Weight& w, const Columns<Code>& a, const IntP
                              int32_t* total, int64_t ld, bool add) {
     if (panels == 1) multiply_columns<1>(w, a, x, p, total, ld, add);
     if (panels == 2) multiply_columns<2>(w, a, x, p, total, ld, add);
-    if constexpr (INT_PANELS == 4) {
+    if constexpr (INT_PANELS >= 3)
         if (panels == 3) multiply_columns<3>(w, a, x, p, total, ld, add);
+    if constexpr (INT_PANELS == 4)
         if (panels == 4) multiply_columns<4>(w, a, x, p, total, ld, add);
-    }
 }
 
 }  // namespace

@@ -110,10 +110,10 @@ template <Zeros ZEROS>
 void add_group(const GroupSums& in, int64_t g, int64_t p, int64_t panels) {
     if (panels == 1) add_group<ZEROS, 1>(in, g, p);
     if (panels == 2) add_group<ZEROS, 2>(in, g, p);
-    if constexpr (INT_PANELS == 4) {
+    if constexpr (INT_PANELS >= 3)
         if (panels == 3) add_group<ZEROS, 3>(in, g, p);
+    if constexpr (INT_PANELS == 4)
         if (panels == 4) add_group<ZEROS, 4>(in, g, p);
-    }
 }
 
 inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y, int64_t threads) {

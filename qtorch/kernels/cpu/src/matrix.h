@@ -111,12 +111,25 @@ struct Output {
     }
 };
 
-// Rows of the weight that are a task: many, so that each piece of x that comes into cache is used for all of them, but
-// enough tasks for all threads.
-inline int64_t task_rows(int64_t n, int64_t most, int64_t multiple, int64_t threads) {
-    int64_t fair = round_up(n / (4 * threads) + 1, multiple);
-    return fair < most ? fair : most;
-}
+// The n rows of a weight as tasks: of many rows, so that each piece of x that comes into cache is used for all of them, but
+// enough for all threads, and as large as each other, so that threads end together. All but the last begin and end at
+// multiples of `unit`.
+struct RowTasks {
+    int64_t n, unit, units, count;
+
+    RowTasks(int64_t n, int64_t unit, int64_t most, int64_t threads) : n(n), unit(unit), units((n + unit - 1) / unit) {
+        int64_t fair = (n + most - 1) / most;
+        count = round_up(fair > 4 * threads ? fair : 4 * threads, threads);
+        if (count > units) count = units;
+    }
+
+    int64_t most() const { return (units + count - 1) / count * unit; }
+
+    int64_t start(int64_t task) const {
+        int64_t row = task * units / count * unit;
+        return row < n ? row : n;
+    }
+};
 
 // x (rows, ld) to panels of LANES rows, [rows / LANES][columns][LANES]: what lies one below the other in x is then one
 // vector. Missing rows are zero.
