@@ -107,7 +107,9 @@ inline void multiply_tiles(const Weight& w, const Input& x, const Output& y, int
                 int64_t columns = w.k - k < TILE_COLUMNS ? w.k - k : TILE_COLUMNS;
                 const GroupEdge at(k, w.group);
                 for (int64_t r = 0; r < count; r++) {
-                    prefetch_codes(w, start + r, k + columns, TILE_COLUMNS);
+                    // What comes next: more columns of this row, or a row of the task that mostly follows.
+                    if (k + columns < w.k) prefetch_codes(w, start + r, k + columns, TILE_COLUMNS);
+                    else if (start + count + r < w.n) prefetch_codes(w, start + count + r, 0, TILE_COLUMNS);
                     decode(w, start + r, k, columns, codes);
                     float* out = tile + r * TILE_LD;
                     const float *s = scale + r * w.groups, *o = offset + r * w.groups;
