@@ -123,7 +123,7 @@ struct RowTasks {
         if (count > units) count = units;
     }
 
-    int64_t most() const { return (units + count - 1) / count * unit; }
+    int64_t most() const { return count ? (units + count - 1) / count * unit : 0; }
 
     int64_t start(int64_t task) const {
         int64_t row = task * units / count * unit;
