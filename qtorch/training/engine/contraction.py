@@ -109,7 +109,8 @@ class _Contraction(torch.autograd.Function):
             tensors_w = w.inner_tensors.values()
         ctx.save_for_backward(*tensors_x, *(tensors_w if needs_x else [None] * len(tensors_w)))
         ctx.saved = saved_x.kept, saved_x.spec, saved_w.kept, saved_w.spec
-        return y
+        # Graphs of torch 2.11 lose the gradient of a result that is also an earlier tensor, as by `to` its own dtype.
+        return y.view(y.shape) if whole else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
