@@ -216,7 +216,7 @@ inline void join(const Attention& call, int64_t b, int64_t h, const float* memor
 
 inline void attend(const Attention& call) {
     static thread_local Scratch scratch;
-    constexpr int64_t THREAD_PRODUCTS = 1 << 18;  // that are worth waking a thread for
+    constexpr int64_t SHARE = 1 << 18;  // products of a thread
     int64_t heads = call.batch * call.heads, rows = call.group * call.rows;
     // Sums, and so their bits, do not depend on the number of threads.
     int64_t length = round_up((call.tokens + PARTS - 1) / PARTS, BLOCK);
@@ -226,8 +226,7 @@ inline void attend(const Attention& call) {
     if (call.recent && slots_of(call.recent_values) > ld) ld = slots_of(call.recent_values);
     int64_t size = Running::size(rows, ld);
     float* memory = scratch.get<float>(heads * parts * size);
-    int64_t most = heads * rows * (call.tokens + call.recent) * call.values.width / THREAD_PRODUCTS + 1;
-    int64_t threads = call.threads < most ? call.threads : most;
+    int64_t threads = threads_for(heads * rows * (call.tokens + call.recent) * call.values.width, call.threads, SHARE);
     parallel_for(heads * parts, threads, [&](int64_t task) {
         int64_t head = task / parts, part = task % parts, b = head / call.heads, h = head % call.heads;
         Running running(memory + task * size, rows, ld);

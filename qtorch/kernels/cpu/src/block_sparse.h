@@ -113,7 +113,7 @@ inline void multiply_blocks_int_tiles(const Weight& w, const Blocks& blocks, int
                 // The last panel, with the row of ones, comes first, and then is wanted by all others.
                 auto each_panel = [&](auto body) {
                     for (int64_t p = panels.count; p > 0;) {
-                        int64_t step = p == INT_PANELS + 1 && INT_PANELS > 2 ? (p + 1) / 2 : p < INT_PANELS ? p : INT_PANELS;
+                        int64_t step = panels_at_once(p, INT_PANELS);
                         p -= step;
                         body(p, step);
                     }

@@ -5,14 +5,6 @@
 
 namespace {
 
-// Elements that are worth waking a thread for.
-constexpr int64_t THREAD_ELEMENTS = 1 << 15;
-
-inline int64_t threads_for(int64_t elements, int64_t threads) {
-    int64_t most = elements / THREAD_ELEMENTS + 1;
-    return threads < most ? threads : most;
-}
-
 // y[m, k] = x[m, k] / sqrt(mean_k x[m, k]^2 + eps) * (weight[k] + offset)
 struct RmsNorm {
     Input x;             // (M, K)

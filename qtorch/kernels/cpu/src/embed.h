@@ -24,11 +24,10 @@ INLINE void prefetch_row(const Weight& w, int64_t n) {
 
 // Gives the first index of an id that the weight does not have, and then writes nothing; or else -1.
 inline int64_t embed(const Weight& w, const Ids& ids, const Output& y, int64_t threads) {
-    constexpr int64_t AHEAD = 2, THREAD_NUMBERS = 1 << 15;  // results that are worth waking a thread for
+    constexpr int64_t AHEAD = 2;
     for (int64_t i = 0; i < ids.count; i++)
         if (ids[i] < 0 || ids[i] >= w.n) return i;
-    int64_t most = ids.count * w.k / THREAD_NUMBERS + 1;
-    parallel_for(ids.count, threads < most ? threads : most, [&](int64_t i) {
+    parallel_for(ids.count, threads_for(ids.count * w.k, threads), [&](int64_t i) {
         if (i + AHEAD < ids.count) prefetch_row(w, ids[i + AHEAD]);
         dequantize_row(w, ids[i], y, i);
     });

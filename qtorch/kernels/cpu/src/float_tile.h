@@ -53,9 +53,7 @@ inline void multiply_panels(const float* w, int64_t rows, const float* x, int64_
     constexpr int64_t NEAR = near_units(MAX_PANELS);
     int64_t panel = k_all * LANES;
     for (int64_t p = 0; p < panels;) {
-        int64_t left = panels - p;
-        // Four panels are better cut 2 + 2 than 3 + 1.
-        int64_t v = left == MAX_PANELS + 1 ? (left + 1) / 2 : left < MAX_PANELS ? left : MAX_PANELS;
+        int64_t v = panels_at_once(panels - p, MAX_PANELS);
         for (int64_t i = 0; i < columns; i += NEAR) {
             int64_t here = columns - i < NEAR ? columns - i : NEAR;
             const float* from = x + p * panel + (k + i) * LANES;

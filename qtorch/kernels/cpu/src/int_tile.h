@@ -167,7 +167,7 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
                     if (length > INT_NEAR) length = INT_NEAR;
                     // The last panel, with the row of ones, comes first, and then is wanted by all others.
                     for (int64_t p = panels.count; p > 0;) {
-                        int64_t step = p == INT_PANELS + 1 && INT_PANELS > 2 ? (p + 1) / 2 : p < INT_PANELS ? p : INT_PANELS;
+                        int64_t step = panels_at_once(p, INT_PANELS);
                         Columns<Code> part{codes + i, count, whole ? w.row_bytes : INT_LD, k + i, length};
                         if (spread && p == panels.count) part.next = &next;
                         p -= step;

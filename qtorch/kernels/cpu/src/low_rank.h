@@ -79,22 +79,18 @@ inline void add_up(const Input& up, int64_t rank, const float* z, int64_t ld, in
 }
 
 inline void add_low_rank(const LowRank& q) {
-    constexpr int64_t THREAD_PRODUCTS = 1 << 14;  // that are worth waking a thread for, which also reads a part of the factors
+    constexpr int64_t SHARE = 1 << 14;  // products of a thread, which also reads a part of the factors
     static thread_local Scratch sum_scratch, row_scratch;
-    auto threads = [&](int64_t columns, int64_t rows) {
-        int64_t most = rows * columns * q.down.rows / THREAD_PRODUCTS + 1;
-        return q.threads < most ? q.threads : most;
-    };
     int64_t rank = q.down.rows, ld = round_up(rank, 2 * LANES), pieces = (q.k + PIECE - 1) / PIECE;
     for (int64_t m = 0; m < q.x.rows; m += MAX_CHUNK) {
         Input x = q.x.part(m, q.x.rows - m < MAX_CHUNK ? q.x.rows - m : MAX_CHUNK);
         float *sums = sum_scratch.get<float>(pieces * x.rows * rank), *z = row_scratch.get<float>(x.rows * ld);
-        multiply_down(x, q.down, q.k, sums, threads(q.k, x.rows));
+        multiply_down(x, q.down, q.k, sums, threads_for(x.rows * q.k * rank, q.threads, SHARE));
         memset(z, 0, x.rows * ld * 4);
         for (int64_t piece = 0; piece < pieces; piece++)
             for (int64_t i = 0; i < x.rows; i++)
                 for (int64_t r = 0; r < rank; r++) z[i * ld + r] += sums[(piece * x.rows + i) * rank + r];
-        add_up(q.up, rank, z, ld, x.rows, q.y.part(m), threads(q.y.n, x.rows));
+        add_up(q.up, rank, z, ld, x.rows, q.y.part(m), threads_for(x.rows * q.y.n * rank, q.threads, SHARE));
     }
     sum_scratch.trim();
 }

@@ -131,6 +131,11 @@ struct RowTasks {
     }
 };
 
+// How many of the panels that are left to multiply at once: one more than `most` is better cut in halves.
+inline int64_t panels_at_once(int64_t left, int64_t most) {
+    return left == most + 1 ? (left + 1) / 2 : left < most ? left : most;
+}
+
 // x (rows, ld) to panels of LANES rows, [rows / LANES][columns][LANES]: what lies one below the other in x is then one
 // vector. Missing rows are zero.
 inline void to_panels(const int32_t* x, int64_t ld, int64_t rows, int64_t columns, int32_t* out, int64_t threads) {

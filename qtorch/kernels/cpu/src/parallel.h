@@ -46,6 +46,12 @@ private:
     int64_t threads_, left_, at_, run_, next_ = 0, stop_ = 0;
 };
 
+// Threads that are worth waking for so many numbers: one for each `share` of them that is begun.
+inline int64_t threads_for(int64_t numbers, int64_t threads, int64_t share = 1 << 15) {
+    int64_t most = numbers / share + 1;
+    return threads < most ? threads : most;
+}
+
 // Runs body(tasks) on up to `threads` threads; each calls tasks.next() until it gives -1.
 template <class Body>
 void parallel(int64_t count, int64_t threads, const Body& body) {

@@ -171,9 +171,7 @@ struct Stripe {
 
 template <class Body>
 void each_stripe(const QuantizeMatrix& q, int64_t size, const Body& body) {
-    constexpr int64_t THREAD_NUMBERS = 1 << 15;  // that are worth waking a thread for
-    int64_t most = q.rows * q.columns / THREAD_NUMBERS + 1, stripes = (q.rows + size - 1) / size;
-    parallel(stripes, q.threads < most ? q.threads : most, [&](Tasks& tasks) {
+    parallel((q.rows + size - 1) / size, threads_for(q.rows * q.columns, q.threads), [&](Tasks& tasks) {
         static thread_local Scratch x_scratch, noise_scratch, row_scratch, code_scratch;
         // One vector more, so that rows of a power of two do not compete for the same lines of the cache.
         int64_t ld = round_up(q.columns, LANES) + LANES;

@@ -100,10 +100,9 @@ inline void pack_row(const uint8_t* codes, int64_t width, int64_t bits, uint8_t*
 }
 
 inline void quantize_tokens(const Tokens& in) {
-    constexpr int64_t THREAD_NUMBERS = 1 << 15;  // that are worth waking a thread for
-    int64_t rows = in.batch * in.heads * in.tokens, most = rows * in.width / THREAD_NUMBERS + 1;
+    int64_t rows = in.batch * in.heads * in.tokens;
     int64_t bits = packed_bits(in.format), bytes = bits ? (in.width + 7) / 8 * bits : in.width, unit = size_of(in.scale_type);
-    parallel(rows, in.threads < most ? in.threads : most, [&](Tasks& tasks) {
+    parallel(rows, threads_for(rows * in.width, in.threads), [&](Tasks& tasks) {
         static thread_local Scratch row_scratch, code_scratch;
         int64_t padded = round_up(in.width, LANES);
         float* row = row_scratch.get<float>(padded);
