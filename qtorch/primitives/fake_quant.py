@@ -94,7 +94,9 @@ class _LearnedStep(torch.autograd.Function):
         ctx.save_for_backward(input, scale, code)
         ctx.block, ctx.bounds, ctx.grad_scale, ctx.through_rounding = block, (low, high), grad_scale, through_rounding
         ctx.has_learned_zero_point = zero_point is not None and zero_point.is_floating_point()
-        return fake_quantize_blocks(input, block, scale, code, qdtype(dtype), low, high, ZeroPointDomain.INT)[0]
+        y, _ = fake_quantize_blocks(input, block, scale, code, qdtype(dtype), low, high, ZeroPointDomain.INT)
+        # Graphs of torch 2.11 lose the gradient of a result that is also an earlier tensor, as by `to` its own dtype.
+        return y.view_as(y)
 
     @staticmethod
     @tracing.starts_no_graph

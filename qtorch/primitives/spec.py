@@ -188,6 +188,8 @@ class QuantSpec(InBlocks):
 
     def to_nearest(self) -> QuantSpec:
         """The same numerics, rounding to nearest."""
+        if self.rounding is Rounding.NEAREST_EVEN:  # has no noise; Dynamo of torch 2.11 makes no copy
+            return self
         return replace(self, rounding=Rounding.NEAREST_EVEN, noise=None)
 
     def __str__(self) -> str:

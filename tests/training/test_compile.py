@@ -38,11 +38,12 @@ RECIPES: dict[str, Recipe] = {
     "float8 blocks": training.float8_training(PerBlock((32, 32))),
     "groups": GROUPS,
     **{f"qat of {name}": qat(every_recipe.make(name, 32)) for name in every_recipe.OF_QAT},
+    "lsq of weights alone": lsq(activation_bits=None),
     "lsq of a convolution": lsq(),
     "lsq of a convolution, dynamic": lsq(recipe=every_recipe.make("int8_dynamic_activation_int8_weight")),
 }
 QUICK = ("bitnet_training", "qat of int8_dynamic_activation_int4_weight", "lsq of a convolution, dynamic")
-QUICK += ("scheduled_training",)
+QUICK += ("scheduled_training", "lsq of weights alone")
 
 
 def some_slow(cases: Iterable[str], quick: tuple[str, ...]) -> list[object]:

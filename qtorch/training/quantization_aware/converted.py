@@ -24,6 +24,7 @@ from ..engine.operand import STATELESS, ContractionState, Operand, Total, multip
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of x_hat, w_hat and bias."""
+_PLAIN = GemmSpec()  # made here: Dynamo of torch 2.11 traces no `__post_init__` of a frozen class
 
 
 def sums_integers(spec: LinearSpec) -> bool:
@@ -119,7 +120,7 @@ class _LinearLayer:
     def value(self, x_hat: Tensor, w_hat: Tensor, bias: Tensor | None, x: Operand | None, w: Operand | None) -> Tensor:
         total = self.split.total_of("output")
         if x is not None and w is not None:
-            return registry.from_rows(multiply(x, w, GemmSpec(), x_hat.dtype, total), x_hat, bias)
+            return registry.from_rows(multiply(x, w, _PLAIN, x_hat.dtype, total), x_hat, bias)
         # Under autocast, the activation has the dtype to compute in, and the weight its own.
         return _whole(torch.nn.functional.linear(x_hat, w_hat.to(x_hat.dtype), bias), total)
 
@@ -150,7 +151,7 @@ class _ConvLayer:
 
         def run(rows: Tensor, group: int, scale: Tensor, zero_point: Tensor | None) -> Tensor:
             of_rows = x._replace(values=rows, kept=rows.shape[0], scale=scale, zero_point=zero_point)
-            return multiply(of_rows, parts[group], GemmSpec(), x_hat.dtype)
+            return multiply(of_rows, parts[group], _PLAIN, x_hat.dtype)
 
         return conv.with_bias(conv.by_images(x.values, x.scale, x.zero_point, self.window, run), bias)
 

@@ -200,6 +200,7 @@ class _LearnedQParams(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         limits = torch.finfo(dtype)
         scale = (initial * torch.exp(log_scale)).clamp(limits.tiny, limits.max).to(dtype).float()
+        scale = scale.view_as(scale)  # see `_LearnedStep`
         if shift is None or initial_zero_point is None:
             ctx.save_for_backward(scale, root)
             return scale

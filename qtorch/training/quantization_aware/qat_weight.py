@@ -112,7 +112,8 @@ class QATSpec:
         count, length = rows.shape
         padded = pad_to_blocks(rows, spec.granularity)
         with torch.no_grad():
-            scaled = self._scale_input(padded, spec)
+            # `detach` also leaves out tangents, for which torch 2.11 has no `aminmax`: the refusal comes below.
+            scaled = self._scale_input(padded.detach(), spec)
         leaves_some = self.linear_spec.static or fake_quantize.clips(spec)
         x_hat, codes, _ = self._fake_quantize(
             padded, padded, scaled, leaves_some, self.product_dtype, self.sums_integers
