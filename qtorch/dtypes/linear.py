@@ -46,6 +46,7 @@ def others_take_part(input: Any) -> bool:
         or torch.autograd.forward_ad._current_level >= 0
         or torch._C._is_any_autocast_enabled()
         or torch._C._get_tracing_state()
+        or tracing.modes_active()
     )
 
 
@@ -154,6 +155,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.set_materialize_grads(False)  # not all weights can be zero
         ctx.weight = tracing.unwrapped_subclass(inputs[1])
 
     @staticmethod

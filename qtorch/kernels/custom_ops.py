@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..primitives.tracing import F, are_active, is_compiling, is_sharded, one_by_one
+from ..primitives.tracing import F, are_active, is_compiling, is_sharded, modes_active, one_by_one
 
 Function = Callable[..., Any]
 
@@ -49,7 +49,7 @@ def opaque(fake: Function) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            return overload(*args) if is_compiling() or are_active() else run(*args)
+            return overload(*args) if is_compiling() or are_active() or modes_active() else run(*args)
 
         return call  # type: ignore[return-value]
 

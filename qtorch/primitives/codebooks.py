@@ -240,7 +240,7 @@ class CodebookSpec(InBlocks):
         check_floating_point("choose_scale", input)
         scale_dtype = self.scale_dtype or (input.dtype if isinstance(self.granularity, PerGroup) else torch.float32)
         low, high = qparams.min_max(input, self.block_size(input.shape))
-        info = torch.finfo(scale_dtype)
+        info = torch.finfo(torch.float32 if scale_dtype is torch.float64 else scale_dtype)  # of `highest`
         first, last = self.ends
         highest = torch.maximum(low / first if first < 0 else -low, high / last if last > 0 else high)
         smallest = info.tiny if self.eps is None else self.eps

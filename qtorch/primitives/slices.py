@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .tracing import are_active, is_compiling
+from .tracing import are_active, is_compiling, modes_active
 
 SLICE_ELEMENTS = 1 << 18
 """Elements of a slice for each thread: a megabyte in fp32."""
@@ -37,7 +37,7 @@ def is_plain_on_cpu(input: Tensor) -> bool:
         return False
     if type(input) is not Tensor and type(input) is not torch.nn.Parameter:
         return False
-    recorded = input.requires_grad and torch.is_grad_enabled()
+    recorded = (input.requires_grad and torch.is_grad_enabled()) or modes_active()
     return not recorded and input.is_contiguous() and torch._C._get_tracing_state() is None and not are_active()
 
 

@@ -99,6 +99,12 @@ def transforms_active() -> bool:
     return _are_active_constant() if is_compiling() else are_active()
 
 
+def modes_active() -> bool:
+    """Whether a `TorchDispatchMode` sees, records (make_fx, checkpointing) or fakes what operators run in eager mode:
+    what reads memory then goes through torch's dispatcher."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, which also works under transforms."""
     return run_whole(function.apply, *args) if transforms_active() else function.apply(*args)

@@ -1,13 +1,17 @@
 """torch.func over quantized layers, for every recipe: what a loop, or autograd, gives; else an error that says why."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import qtorch
 from tests.attack import training_recipes
@@ -59,6 +63,25 @@ def test_vmap_gives_what_a_loop_gives(name: str) -> None:
         model(x)
         model(x)  # whatever a layer keeps for its next call
         close(vmap(model)(x), torch.stack([model(rows) for rows in x]))
+
+
+@every
+def test_modes_that_see_operators(name: str) -> None:
+    """A graph of make_fx has the operators of a layer, not the numbers that it gave once; FakeTensorMode and selective
+    checkpointing see them too."""
+    model, x = model_of(name), torch.randn(5, 64)
+    with torch.no_grad():
+        model(x)  # whatever a layer keeps for its next call
+    close(make_fx(model)(x)(2 * x), model(2 * x))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.empty(3, 64)).shape == (3, 64)
+    if name in NAMES:  # others have no forward mode
+        close(torch.func.linearize(model, x)[1](2 * x), jvp(model, (x,), (2 * x,))[1])
+    aten = torch.ops.aten
+    contexts = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
+    kept = functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
+    x = torch.randn(300, 64)
+    close(gradient(kept, x), gradient(model, x))
 
 
 @every

@@ -138,3 +138,16 @@ def test_without_a_gradient_and_served(name: str, kind: str) -> None:
     spec = getattr(getattr(model.head.weight, "scheme", None), "spec", None)
     for y, served in zip(wanted, model(ids), strict=True):
         assert torch.equal(y, served) or (not (spec and sums_integers(spec)) and qtorch.compute_error(y, served) > 100)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_float64_model_computes_the_same(name: str) -> None:
+    """As of `model.double()`, which no compiled kernel reads."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 64)), torch.randn(40, 64)
+    qtorch.quantize_(model, TRAINING[name])
+    double = copy.deepcopy(model).double()  # a schedule counts the calls
+    wanted, y = model(x), double(x := x.double().requires_grad_())
+    assert y.dtype == torch.float64
+    assert qtorch.compute_error(wanted, y.float()) > 100
+    y.square().sum().backward()
+    assert 0 < x.grad.abs().max() < torch.inf

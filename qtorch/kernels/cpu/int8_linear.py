@@ -16,7 +16,7 @@ from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import quantize_input
-from ..registry import Problem, from_rows, needs_floats, split_bias, to_rows
+from ..registry import FLOATS, Problem, from_rows, needs_floats, split_bias, to_rows
 from . import code_values, variants, weight
 from .compiled_library import TYPES, library, threads
 from .memory import address, empty
@@ -121,11 +121,11 @@ def compiled_product(
 ) -> Tensor:
     """See `int8_product`: compiled for a weight with groups; with one, torch's product, and in graphs torch operators,
     which a compiler can fuse."""
-    if group == -1 and xz is None and wz is None and wq.dtype is torch.int8 and xq.shape[1] <= MOST_TERMS:
-        compiled = readers(xq, wq)
-        if compiled is not None:
-            return product_of_rows(compiled, xq, xs, wq, ws, dtype)
-    if group % GROUP_MULTIPLE or group > int32_terms(xz is not None, wz is not None or wq.dtype is torch.uint8):
+    in_rows = group == -1 and xz is None and wz is None and wq.dtype is torch.int8 and xq.shape[1] <= MOST_TERMS
+    if in_rows and dtype in FLOATS and (compiled := readers(xq, wq)) is not None:
+        return product_of_rows(compiled, xq, xs, wq, ws, dtype)
+    most = int32_terms(xz is not None, wz is not None or wq.dtype is torch.uint8)
+    if dtype not in FLOATS or group % GROUP_MULTIPLE or group > most:
         return portable(int8_product)(xq, xs, xz, wq, ws, wz, group, dtype)
     kind = "int8" if wq.dtype == torch.int8 else "uint8"
     return cpu_int8_mm(xq, xs, xz, [], wq, wq.shape[0], ws.contiguous(), wz, False, kind, dtype, None)

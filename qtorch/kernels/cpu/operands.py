@@ -97,7 +97,7 @@ def numbers_of(spec: QuantSpec, dtype: torch.dtype) -> Numbers | None:
 def readers(*matrices: Tensor) -> Library | None:
     """The library, if these matrices have memory and nothing records what is done with them: no graph, gradient or
     transform."""
-    if tracing.is_compiling() or torch._C._get_tracing_state() is not None or tracing.are_active():
+    if tracing.is_compiling() or torch._C._get_tracing_state() or tracing.are_active() or tracing.modes_active():
         return None
     for x in matrices:
         if type(x) not in TENSORS or x.dim() != 2 or not x.numel() or (x.requires_grad and torch.is_grad_enabled()):
@@ -188,7 +188,7 @@ def cpu_int8_block_mm(xq: Tensor, xs: Tensor, wq: Tensor, ws: Tensor, dtype: tor
     """See `int8_block_mm`."""
     (m, k), n, groups = xq.shape, wq.shape[0], max(xs.shape[1], ws.shape[1])
     compiled, group = library(), k // groups if groups else 0
-    fits = compiled is not None and (compiled.instruction_set in IN_FLOATS or not group % UNIT)
+    fits = compiled is not None and dtype in FLOATS and (compiled.instruction_set in IN_FLOATS or not group % UNIT)
     if compiled is None or not fits or not (xq.numel() and wq.numel()) or group > EXACT_SLICE:
         note("int8_block_mm.torch")
         return portable(int8_block_mm)(xq, xs, wq, ws, dtype)
@@ -246,7 +246,7 @@ def product_of_rows(compiled: Library, xq: Tensor, xs: Tensor, wq: Tensor, ws: T
 @implement("int8_rows_product", "cpu")
 def cpu_int8_rows_product(x: Tensor, x_spec: QuantSpec, w: Tensor, w_spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """See `int8_rows_product`."""
-    if (compiled := readers(x, w)) is not None and x.shape[1] <= MOST_TERMS:
+    if dtype in FLOATS and (compiled := readers(x, w)) is not None and x.shape[1] <= MOST_TERMS:
         of_x, of_w = numbers_of(x_spec, x.dtype), numbers_of(w_spec, w.dtype)
         if of_x is not None and of_w is not None:
             wq, ws = codes_of(compiled, w, of_w, 1, w.shape[1])
