@@ -6,6 +6,7 @@ A recipe (`recipes/base.py`) defines how a weight is quantized. Every registered
 
 import inspect
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .dtypes import QuantizedTensor
+from .dtypes.parameter import OPTIMIZERS
 from .kernels.registry import advice
 from .model import misfit
 from .model.install import Change, PreparedModule, all_or_nothing, check_model, install, keep_attributes, tell
@@ -221,7 +223,21 @@ def _install(waiting: list[tuple[Target[Any], Any]]) -> None:
             target.recipe.install(target, made)
         for module in dict.fromkeys(modules):
             show_quantized(module)
+    _warn_of_optimizers([target for target, _ in waiting])
     waiting.clear()
+
+
+def _warn_of_optimizers(targets: list[Target[Any]]) -> None:
+    """Warn of optimizers that would not train these weights, whose parameters were replaced."""
+    trained = [target for target in targets if target.recipe and target.recipe.trains]
+    replaced = {id(t.parameter) for t in trained if t.slot.module._parameters.get(t.slot.attribute) is not t.parameter}
+    for optimizer in list(OPTIMIZERS) if replaced else ():
+        if any(id(parameter) in replaced for group in optimizer.param_groups for parameter in group["params"]):
+            warnings.warn(
+                f"qtorch: the {type(optimizer).__name__} made before quantize_ does not train the weights that it has "
+                "replaced; make the optimizer after quantize_",
+                stacklevel=6,
+            )
 
 
 def check_are_recipes(function: str, recipe: Any) -> None:

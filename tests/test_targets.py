@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, load_quantized, quantize_, quantize_checkpoint, save_quantized
@@ -156,6 +158,14 @@ def test_keys_that_select_nothing(recipes: dict, message: str) -> None:
 def test_tied_weights_asked_for_differently(other: object) -> None:
     wanted = f"a tied weight takes one recipe, got different ones: embed: int8_weight_only(), head: {other}"
     assert error({"embed": INT8, "head": other}, Model(tied=True)) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("hook", [prune.random_unstructured, nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_weights_that_a_hook_makes(hook: Callable[..., object]) -> None:
+    hook(layer := nn.Linear(8, 8), "weight", **({"amount": 0.5} if hook is prune.random_unstructured else {}))
+    for given in (INT8, {"0": INT8}):
+        refuses("0.*: is what a hook makes the weight from", lambda given=given: quantize_(nn.Sequential(layer), given))
 
 
 def test_parametrized_layers_and_two_names() -> None:

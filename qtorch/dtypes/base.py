@@ -352,7 +352,8 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
         result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
             raise NotImplementedError(
-                f"{func} is not implemented for {cls.__name__}; call .dequantize() first if you want a float tensor"
+                f"{func} is not implemented for {cls.__name__}; call .dequantize() first if you want a float tensor. A "
+                'layer whose weight a model uses so stays in floating point by {"its name": None, ".*": recipe}'
                 + HINTS.get(calling_package(), "")
             )
         return result

@@ -6,6 +6,7 @@ parameter, make frozen parameters.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -24,6 +25,9 @@ HOW_TO_TRAIN = (
 FROZEN: set[int] = set()
 """Ids of the parameters that took the place of trainable ones, and that nobody has frozen since, as PEFT does. An
 optimizer that gets one of them warns: whoever made it expects to train it. (A weak reference would forbid `.to`.)"""
+
+OPTIMIZERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The optimizers of this process."""
 
 _PASS_A_FLAG_ON = (nn.Parameter.__new__.__code__, nn.Module._load_from_state_dict.__code__)
 """Code that sets `requires_grad` to its default, or to that of a float parameter: no request to train."""

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..dtypes import QuantizedTensor, ops
-from ..dtypes.parameter import FROZEN, HOW_TO_TRAIN
+from ..dtypes.parameter import FROZEN, HOW_TO_TRAIN, OPTIMIZERS
 from ..primitives.jsonable import to_json
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,6 +47,7 @@ def around(owner: Any, name: str) -> Callable[[F], F]:
 def _trains_frozen(original: Callable[..., None], optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Warn, once, that an optimizer does not train the weights that `quantize_` has frozen."""
     original(optimizer, group)
+    OPTIMIZERS.add(optimizer)
     given = optimizer.param_groups[-1]["params"]
     if held := [p for p in given if id(p) in FROZEN and isinstance(p, QuantizedTensor) and not p.trains]:
         FROZEN.clear()

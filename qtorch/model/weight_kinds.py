@@ -152,6 +152,11 @@ def _of_torch(module: nn.Module, attribute: str) -> WeightKind | None:
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         why = "is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
         return WeightKind("", obstacle=why)
+    own, _, suffix = attribute.rpartition("_")
+    if suffix in ("orig", "v", "g") and isinstance(vars(module).get(own), Tensor):
+        undone = "prune.remove, remove_weight_norm or remove_spectral_norm of torch.nn.utils"
+        why = f"is what a hook makes the {own} from at each call; call {undone} first"
+        return WeightKind("", is_layer=suffix != "g", obstacle=why)
     if isinstance(module, WITHOUT_KERNEL):
         return WeightKind("", obstacle=f"is a parameter of {type(module).__name__}, which has no quantized kernel")
     if isinstance(module, nn.MultiheadAttention) and attribute.endswith("proj_weight"):

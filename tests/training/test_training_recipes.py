@@ -252,8 +252,19 @@ def test_errors_leave_the_model_as_it_was() -> None:
     refuses("0: is already quantized: MasterWeight", lambda: quantize_(trained, float8_training()))
 
 
+def test_an_optimizer_made_before() -> None:
+    made = model(None)
+    optimizers = [kind(made.parameters()) for kind in (torch.optim.SGD, torch.optim.AdamW)]
+    with pytest.warns(UserWarning, match="the SGD made before quantize_ does not train") as told:
+        quantize_(made, int8_mixed_precision_training())
+    assert len(told) == len(optimizers)
+    assert told[0].filename == __file__
+
+
 def test_products_and_what_convert_takes() -> None:
-    weight = model(int8_mixed_precision_training())[0].weight
+    whole = model(int8_mixed_precision_training())
+    refuses("^stack of weights", lambda: torch.func.stack_module_state([whole, whole]), NotImplementedError)
+    weight = whole[0].weight
     with pytest.raises(NotImplementedError, match="in training would run in full precision"):
         torch.tensordot(torch.randn(3, 64), weight, dims=([1], [1]))
     made, x = model(int8_mixed_precision_training()), torch.randn(5, 96)

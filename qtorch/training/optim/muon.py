@@ -105,7 +105,7 @@ class Muon8bit(LowBitAdam):
 
 
 ADJUSTMENTS = {
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / max(1, columns))),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 """`adjust_lr_fn`: what the learning rate of a matrix is multiplied by."""

@@ -156,6 +156,11 @@ class MasterWeight(TrainingWeight):
                 "qtorch.training.quantized_matmul or quantized_einsum. torch.func.grad with respect to such a weight "
                 "hides what it is: use torch.autograd.grad or backward()"
             )
+        if func is aten.stack.default:
+            raise NotImplementedError(
+                "stack of weights in training, as by torch.func.stack_module_state, would multiply in full precision; "
+                "run the models one by one, or stack what dequantize() returns"
+            )
         if torch.is_inference_mode_enabled() and func not in KEEPS_TYPE:  # composites arrive here whole
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
