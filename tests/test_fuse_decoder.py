@@ -160,5 +160,6 @@ def test_norms_of_a_module() -> None:
     grad, x.grad = x.grad, None
     shared(x).sum().backward()
     assert torch.equal(grad, x.grad)
-    refuses("fuse_decoder: Linear has no projections", lambda: qtorch.fuse_decoder(nn.Linear(2, 2)))
+    for made in (nn.Linear(2, 2), nn.Sequential(nn.RMSNorm(8, elementwise_affine=False))):
+        refuses("fuse_decoder: .* has no projections", lambda made=made: qtorch.fuse_decoder(made))
     refuses("got None", lambda: qtorch.fuse_decoder(None), TypeError)

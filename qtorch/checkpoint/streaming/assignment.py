@@ -29,7 +29,7 @@ from ..sources import Contents, Source
 # which get a recipe only by name, as in `quantize_`.
 
 
-TABLES = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "codebook"})
+TABLES = frozenset({"wte", "wpe", "shared", "relative_attention_bias", "codebook", "pe_k"})
 """Last names of modules that hold a table, beside those with "embed" in them."""
 
 HEADS_AND_ROUTERS = frozenset({*compressed_tensors.vllm.NOT_QUANTIZED, "classifier"})
@@ -100,6 +100,8 @@ def _layer(name: str, contents: Contents, model_type: str | None) -> nn.Module |
         return None
     if model_type in CONV1D_MODELS and _CONV1D.fullmatch(name):
         return _called("Conv1D")
+    if model_type == "whisper" and module == "embed_positions":
+        return _called("WhisperPositionalEmbedding")
     rows, columns = contents.shape
     if module not in HEADS_AND_ROUTERS and ("embed" in module or module in TABLES):
         layer: nn.Module = nn.Embedding(rows, columns, device="meta")

@@ -326,7 +326,7 @@ def _fuse_norms(model: nn.Module) -> dict[str, str]:
 
 def _eps_of(norm: Any) -> float | None:
     """Of a module that may be such a norm: its only parameter is a weight."""
-    if norm is None or type(norm) is FusedNorm or [*norm._parameters] != ["weight"]:
+    if norm is None or type(norm) is FusedNorm or [*norm._parameters] != ["weight"] or norm.weight is None:
         return None
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     return eps if isinstance(eps, float) else None
