@@ -150,12 +150,9 @@ def check_sequence_parallel(mesh: Any) -> None:
     }
     rank = dist.get_rank()
     for recipe in (
-        int8_mixed_precision_training(),
-        training.bitnet_training(),
-        qat(int8_dynamic_activation_int8_weight()),
-        int8_dynamic_activation_int8_weight(),
-        int4_weight_only(32),
-    ):
+        int8_mixed_precision_training(), training.bitnet_training(), qat(int8_dynamic_activation_int8_weight()),
+        int8_dynamic_activation_int8_weight(), int4_weight_only(32),
+    ):  # fmt: skip
         torch.manual_seed(0)
         model = Block()
         if not recipe.trains:

@@ -74,12 +74,9 @@ def test_parts() -> None:
     weight, _ = pair(qtorch.int4_weight_only(group_size=32), 3, 64, 96)
     floats = weight.dequantize()
     for part, wanted in (
-        (weight[1:], floats[1:]),
-        (weight[:, 32:], floats[:, 32:]),
-        (weight[..., 5:7], floats[..., 5:7]),
-        (weight.chunk(2, -1)[1], floats.chunk(2, -1)[1]),
-        (weight.unbind(0)[2], floats[2]),
-    ):
+        (weight[1:], floats[1:]), (weight[:, 32:], floats[:, 32:]), (weight[..., 5:7], floats[..., 5:7]),
+        (weight.chunk(2, -1)[1], floats.chunk(2, -1)[1]), (weight.unbind(0)[2], floats[2]),
+    ):  # fmt: skip
         assert isinstance(part, TransposedWeight)
         assert torch.equal(part.dequantize(), wanted)
     assert torch.equal(weight.reshape(1, 3, 64, 96).dequantize(), floats.reshape(1, 3, 64, 96))

@@ -104,14 +104,11 @@ def test_memory_doubles_and_is_given_back():
 def test_bytes_half_precision_and_reset():
     """Of keys and values with 128 channels: a scale of 4 bytes for 128 codes of their size, with zero points."""
     for spec, each in (
-        (KVCacheSpec("int8"), 2 * 132),
-        (KVCacheSpec("int4"), 2 * 72),
-        (KVCacheSpec("int4", scale_dtype=torch.float16), 2 * 68),
-        (KVCacheSpec("float8_e4m3fn"), 2 * 132),
-        (KVCacheSpec("int3"), 2 * 56),
-        (KVCacheSpec("int4", value_dtype="int2"), 72 + 40),
+        (KVCacheSpec("int8"), 2 * 132), (KVCacheSpec("int4"), 2 * 72),
+        (KVCacheSpec("int4", scale_dtype=torch.float16), 2 * 68), (KVCacheSpec("float8_e4m3fn"), 2 * 132),
+        (KVCacheSpec("int3"), 2 * 56), (KVCacheSpec("int4", value_dtype="int2"), 72 + 40),
         (KVCacheSpec("int8", value_dtype="int4"), 132 + 72),
-    ):
+    ):  # fmt: skip
         store = GrowingKV(replace(spec, keys="token", recent=0))
         store.append(torch.randn(1, 2, 50, 128), torch.randn(1, 2, 50, 128))
         assert store.nbytes == 2 * 50 * each
@@ -164,12 +161,10 @@ def test_rotations_and_errors():
     refuses("the cache has 20 tokens, got 21", lambda: store.crop(21))
     for wrong, message in (
         ({"dtype": "int5"}, "dtype is one of int8, int4, int3, int2, float8_e4m3fn"),
-        ({"value_dtype": "int5"}, "value_dtype is one of"),
-        ({"keys": "head"}, '"token" or "channel"'),
-        ({"block": 0}, "block is positive"),
-        ({"recent": -1}, "recent not negative"),
+        ({"value_dtype": "int5"}, "value_dtype is one of"), ({"keys": "head"}, '"token" or "channel"'),
+        ({"block": 0}, "block is positive"), ({"recent": -1}, "recent not negative"),
         ({"scale_dtype": torch.int8}, "scale_dtype is fp32, bf16 or fp16"),
-    ):
+    ):  # fmt: skip
         refuses(message, lambda wrong=wrong: KVCacheSpec(**wrong))
     for spec in (KVCacheSpec(keys="channel"), KVCacheSpec(recent=1)):
         refuses("a static cache quantizes each token when it comes", lambda spec=spec: StaticKV(spec, 10))

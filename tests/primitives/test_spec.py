@@ -41,17 +41,12 @@ RULES = (
     | st.builds(rules.FixedRangeRule, st.floats(-9, -1e-9), st.floats(1e-9, 9))
 )
 SPECS = st.builds(
-    QuantSpec,
-    dtype=st.sampled_from(["int2", "int4", "uint4", "int8", "uint8", "float8_e4m3fn"]),
-    granularity=GRANULARITIES,
-    mapping=st.sampled_from(MappingType),
-    zero_point_domain=st.sampled_from([ZeroPointDomain.INT, ZeroPointDomain.FLOAT]),
-    scale_rule=RULES,
+    QuantSpec, dtype=st.sampled_from(["int2", "int4", "uint4", "int8", "uint8", "float8_e4m3fn"]),
+    granularity=GRANULARITIES, mapping=st.sampled_from(MappingType),
+    zero_point_domain=st.sampled_from([ZeroPointDomain.INT, ZeroPointDomain.FLOAT]), scale_rule=RULES,
     scale_dtype=st.sampled_from([None, torch.float32, torch.bfloat16, torch.float16]),
-    rounding=st.sampled_from(Rounding),
-    eps=st.none() | st.floats(1e-12, 1e-3),
-    quant_max=st.none() | st.just(1),
-)
+    rounding=st.sampled_from(Rounding), eps=st.none() | st.floats(1e-12, 1e-3), quant_max=st.none() | st.just(1),
+)  # fmt: skip
 LINEAR_SPECS = st.builds(LinearSpec, SPECS) | st.builds(LinearSpec, SPECS, SPECS, st.booleans())
 SCHEMES = st.builds(Scheme, LINEAR_SPECS, st.just((64, 128)), st.sampled_from([torch.float32, torch.bfloat16]))
 

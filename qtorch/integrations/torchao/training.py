@@ -61,13 +61,10 @@ def _granularity(value: Any) -> Granularity | None:
 
 
 @arguments(
-    granularity=_granularity,
-    mapping_type=translate.mapping,
-    scale_precision=only(torch.float32),
-    zero_point_precision=only(torch.int32, torch.int8),
-    zero_point_domain=_integer_domain,
+    granularity=_granularity, mapping_type=translate.mapping, scale_precision=only(torch.float32),
+    zero_point_precision=only(torch.int32, torch.int8), zero_point_domain=_integer_domain,
     eps=only(None, torch.finfo(torch.float32).eps),
-)
+)  # fmt: skip
 def IntxFakeQuantizeConfig(
     dtype: Any, granularity: Any = None, mapping_type: Any = None, scale_precision: torch.dtype = torch.float32,
     zero_point_precision: torch.dtype = torch.int32, zero_point_domain: Any = "INT", is_dynamic: bool = True,

@@ -34,13 +34,10 @@ ConvCodesCall = declare(
 """src/conv_codes.h"""
 
 ConvFinish = declare(
-    "ConvFinish",
-    ("scale sums shift x_scale x_zero per_image bias out type channels_last other", int),
-    ("low high", float),
-    ("codes code_image code_row code_pixel", int),
-    ("code_scale", float),
+    "ConvFinish", ("scale sums shift x_scale x_zero per_image bias out type channels_last other", int),
+    ("low high", float), ("codes code_image code_row code_pixel", int), ("code_scale", float),
     ("code_zero code_low code_high", int),
-)
+)  # fmt: skip
 """src/conv_finish.h"""
 
 ConvCall = declare(

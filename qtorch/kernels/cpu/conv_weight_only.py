@@ -156,13 +156,10 @@ def _supports(problem: Problem) -> str | None:
 
 
 @weight.register_compiled(
-    "conv",
-    activation=(),
-    supports=_supports,
+    "conv", activation=(), supports=_supports,
     note="other than int8 per channel in fp32: by torch on the dequantized weight, made on each call, or kept within "
-    "qtorch.config.float_copy_bytes",
-    name="cpu_weight_only_conv",
-)
+    "qtorch.config.float_copy_bytes", name="cpu_weight_only_conv",
+)  # fmt: skip
 def _conv(x: Tensor, quantized: Any, bias: Tensor | None, window: Window) -> Tensor:
     scheme, matrix = quantized.scheme, quantized.matrix
     added, bias = split_bias(bias, x, scheme.shape[0])

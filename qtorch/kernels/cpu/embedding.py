@@ -68,13 +68,9 @@ def _supports(problem: Problem) -> str | None:
 
 
 @weight.register_compiled(
-    "embedding",
-    weight=(*INTEGERS, *code_values.FLOATS),
-    supports=_supports,
-    checks_memory=True,
-    note="saves memory; and time, only for many long rows in fp32",
-    name="cpu_embedding",
-)
+    "embedding", weight=(*INTEGERS, *code_values.FLOATS), supports=_supports, checks_memory=True,
+    note="saves memory; and time, only for many long rows in fp32", name="cpu_embedding",
+)  # fmt: skip
 def _embedding(ids: Tensor, table: Any) -> Tensor:
     scheme, rows = table.scheme, ids.reshape(-1)
     about = *weight.form(scheme), scheme.dtype

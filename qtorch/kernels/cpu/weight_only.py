@@ -300,16 +300,10 @@ def supports(problem: Problem) -> str | None:
 
 
 @register_compiled(
-    "linear",
-    weight=(*scaled.INTEGERS, *FLOATS),
-    activation=(),
-    supports=supports,
-    checks_memory=True,
+    "linear", weight=(*scaled.INTEGERS, *FLOATS), activation=(), supports=supports, checks_memory=True,
     note="for many rows F.linear on the dequantized weight, where that is faster: made on each call, or kept "
-    "within qtorch.config.float_copy_bytes",
-    advice=variants.advice,
-    name="cpu_weight_only_mm",
-)
+    "within qtorch.config.float_copy_bytes", advice=variants.advice, name="cpu_weight_only_mm",
+)  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     n, form = quantized.scheme.shape[0], weight.form(quantized.scheme)
     added, bias = split_bias(bias, x, n)

@@ -183,14 +183,10 @@ def triton_update_int8(codes: Tensor, scale: Tensor, update: Tensor, alpha: floa
 
 
 @registry.register(
-    "kv_attention",
-    layout=("plain", "packed"),
-    weight=("int8", "uint4", "uint3", "uint2", "float8_e4m3fn"),
-    activation=(),
-    device="cuda",
-    priority=20,
+    "kv_attention", layout=("plain", "packed"), weight=("int8", "uint4", "uint3", "uint2", "float8_e4m3fn"),
+    activation=(), device="cuda", priority=20,
     supports=lambda problem: features.cuda_lacks("triton") or registry.needs_floats(problem),
-)
+)  # fmt: skip
 def triton_kv_attention(call: KVAttention) -> Tensor:
     """See `kv_attention`. The number of tokens in use is read by the kernel, not on the host."""
     from .triton.kv_attention import kv_attention

@@ -146,15 +146,9 @@ def _supports_vectors(problem: Problem) -> str | None:
 
 
 @register(
-    "linear",
-    layout=codebooks.LAYOUT,
-    activation=(),
-    device="cuda",
-    priority=30,
-    supports=_supports_vectors,
-    rotated=True,
-    name="cuda_vector_codebook_mm",
-)
+    "linear", layout=codebooks.LAYOUT, activation=(), device="cuda", priority=30, supports=_supports_vectors,
+    rotated=True, name="cuda_vector_codebook_mm",
+)  # fmt: skip
 def _vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     fused, bias = registry.split_bias(bias, x, weight.scheme.shape[0])
     y = cuda_vector_codebook_mm(to_rows(x), weight.qdata, weight.scale, codebooks.rotation_of(weight), fused)

@@ -128,15 +128,9 @@ def _supports_blocks(problem: Problem) -> str | None:
 
 
 @register(
-    "linear",
-    layout="plain",
-    weight=tuple(f"int{bits}" for bits in range(1, 9)),
-    activation=("int8",),
-    priority=20,
-    supports=_supports_blocks,
-    note="on CPU it has the accuracy of the format, not its speed",
-    name="int8_block_mm",
-)
+    "linear", layout="plain", weight=tuple(f"int{bits}" for bits in range(1, 9)), activation=("int8",), priority=20,
+    supports=_supports_blocks, note="on CPU it has the accuracy of the format, not its speed", name="int8_block_mm",
+)  # fmt: skip
 def int8_block_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation in blocks, the last rows completed with zeros, then `int8_block_mm`."""
     rows, spec = to_rows(x), weight.scheme.activation

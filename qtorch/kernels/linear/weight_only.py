@@ -77,16 +77,9 @@ def _supports(problem: Problem) -> str | None:
 
 
 @register(
-    "linear",
-    layout="plain",
-    weight=("int8",),
-    activation=(),
-    device="cpu",
-    priority=20,
-    supports=_supports,
-    note="scales are rounded to the activation's dtype: relative error about 3e-3 in bf16",
-    name="int8_weight_mm",
-)
+    "linear", layout="plain", weight=("int8",), activation=(), device="cpu", priority=20, supports=_supports,
+    note="scales are rounded to the activation's dtype: relative error about 3e-3 in bf16", name="int8_weight_mm",
+)  # fmt: skip
 def int8_weight_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with a per-channel int8 weight."""
     return from_rows(int8_weight_mm(to_rows(x), *weight.plain()[:2]), x, bias)

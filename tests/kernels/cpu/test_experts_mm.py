@@ -175,18 +175,13 @@ def test_tensors_that_do_not_fit_are_refused():
     numerics = (None, False, "int8", -127.0, 127.0, "INT")
     assert not experts.cpu_experts_mm(*good.values(), *numerics).any()
     for name, wrong, message in (
-        ("x", x[:2], "rows"),
-        ("x", x[:, :31], "codes of a weight of shape"),
-        ("experts", index.int(), "int64"),
-        ("experts", index.flatten(), "rows"),
-        ("experts", index.to("meta"), "on the CPU"),
-        ("codes", codes[0], "three axes"),
-        ("codes", codes.to(torch.uint8), "codes of a weight of shape"),
+        ("x", x[:2], "rows"), ("x", x[:, :31], "codes of a weight of shape"), ("experts", index.int(), "int64"),
+        ("experts", index.flatten(), "rows"), ("experts", index.to("meta"), "on the CPU"),
+        ("codes", codes[0], "three axes"), ("codes", codes.to(torch.uint8), "codes of a weight of shape"),
         ("codes", codes[:, :7].contiguous(), "scale of a weight of shape"),
-        ("scale", scale[:3], "scale of a weight of shape"),
-        ("scale", scale[:, :, 0], "three axes"),
+        ("scale", scale[:3], "scale of a weight of shape"), ("scale", scale[:, :, 0], "three axes"),
         ("scale", torch.ones(4, 8, 5), "scale of a weight of shape"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             experts.cpu_experts_mm(*{**good, name: wrong}.values(), *numerics)
     for memory in (codes, scale):

@@ -91,12 +91,8 @@ def test_error_is_that_of_the_codes(build):
     k, v, query = torch.randn(1, 2, 500, 64), torch.randn(1, 2, 500, 64), torch.randn(1, 4, 1, 64)
     exact = torch.nn.functional.scaled_dot_product_attention(query, k, v, enable_gqa=True)
     for dtype, low, high in (
-        ("int8", 30, 60),
-        ("int4", 8, 30),
-        ("int3", 3, 20),
-        ("int2", -5, 12),
-        ("float8_e4m3fn", 18, 45),
-    ):
+        ("int8", 30, 60), ("int4", 8, 30), ("int3", 3, 20), ("int2", -5, 12), ("float8_e4m3fn", 18, 45),
+    ):  # fmt: skip
         keys, values = quantize_keys_and_values(k, v, form := cache_form(dtype, dtype, 0))
         got = run(KVAttention(query, keys, values, [], None, None, None, form, 64, 0.125, 0.0, False))
         assert low < compute_error(exact, got) < high

@@ -111,15 +111,10 @@ def typical() -> Iterator[Launch]:
     yield Launch("int8 sm_90 tma", int8_product(256, 512, 1024), LaunchConfig(**{**vars(large), "tma": True}))
     yield Launch("int8 sm_80", int8_product(256, 512, 1024), LaunchConfig(128, 128, 128, num_warps=8), 80)
     for name, bits, dtype, capability in (
-        ("int4 weight", 4, BF16, 90),
-        ("int4 weight fp16", 4, FP16, 90),
-        ("int4 weight fp32", 4, FP32, 90),
-        ("int4 weight", 4, BF16, 80),
-        ("int8 weight", 8, BF16, 90),
-        ("int8 weight", 8, BF16, 80),
-        ("int8 weight fp16", 8, FP16, 90),
-        ("int3 weight", 3, BF16, 90),
-    ):
+        ("int4 weight", 4, BF16, 90), ("int4 weight fp16", 4, FP16, 90), ("int4 weight fp32", 4, FP32, 90),
+        ("int4 weight", 4, BF16, 80), ("int8 weight", 8, BF16, 90), ("int8 weight", 8, BF16, 80),
+        ("int8 weight fp16", 8, FP16, 90), ("int3 weight", 3, BF16, 90),
+    ):  # fmt: skip
         call = weight_product(16, 256, 1024, bits, 8, dtype, "INT" if bits < 8 else "NONE")
         yield Launch(f"{name} sm_{capability}", call, wide, capability)
     yield Launch("int4 weight large sm_90", weight_product(128, 256, 1024, 4, 8), LaunchConfig(128, 128, 64))
