@@ -80,8 +80,7 @@ def test_modes_that_see_operators(name: str) -> None:
     aten = torch.ops.aten
     contexts = functools.partial(create_selective_checkpoint_contexts, [aten.mm.default, aten.addmm.default])
     kept = functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
-    x = torch.randn(300, 64)
-    close(gradient(kept, x), gradient(model, x))
+    close(gradient(kept, x := torch.randn(300, 64)), gradient(model, x))
 
 
 @every
