@@ -86,10 +86,10 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 def cast_for_product(
     product: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, *arguments: Any
 ) -> Tensor:
-    """`product(input, weight, bias, *arguments)`. Under autocast, input and bias are cast, the weight is not, and the
-    product runs without autocast: what it computes in fp32, such as the exact sum of integers, stays in fp32."""
+    """`product(input, weight, bias, *arguments)`. Under autocast, input and bias are cast unless in fp64, the weight is
+    not, and the product runs without autocast: what it computes in fp32, such as sums of integers, stays in fp32."""
     device = input.device.type
-    if not autocasts(device):
+    if not autocasts(device) or input.dtype is torch.float64:
         return product(input, weight, bias, *arguments)
     input = input.to(torch.get_autocast_dtype(device))
     bias = None if bias is None else bias.to(input.dtype)
