@@ -5,7 +5,8 @@
 #   bash tests/kernels/cpu/sanitize.sh [python] [arguments of pytest]
 #
 # SANITIZE_SETS names those to try, by default all that this machine runs; each may take SANITIZE_SECONDS, by default 1200.
-# For the last one bf16 is the default dtype of the process once more, unless SANITIZE_ONCE is set.
+# For the last one bf16 is the default dtype of the process once more, unless SANITIZE_ONCE is set, by which only each third
+# test of the matrix of numbers runs too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 python=${1:-python}
@@ -30,15 +31,21 @@ PYTHON
 # would swallow the last words of a process.
 # The C++ library too, or its exceptions would be thrown before the runtime has seen it.
 runtime="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so) $(gcc -print-file-name=libstdc++.so)"
-of_kernels() {
-    timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$1" \
-        ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-        "$python" -m pytest -n 0 -q -s -r f -p no:cacheprovider --durations=0 --durations-min=60 \
+chosen="$directory/tests"
+collect() {
+    "$python" -m pytest -n 0 -q --collect-only -p no:cacheprovider \
         tests/kernels/cpu/test_conv.py tests/kernels/cpu/test_prepared_calls.py tests/kernels/cpu/test_embedding.py tests/kernels/cpu/test_experts_mm.py \
         tests/kernels/cpu/test_operands.py tests/kernels/cpu/test_kv_attention.py \
         tests/kernels/cpu/test_adam.py tests/kernels/cpu/test_operators.py \
         tests/kernels/cpu/test_linear.py tests/kernels/cpu/test_values.py tests/kernels/test_block_sparse_mm.py tests/test_fuse_convolutions.py \
-        -m "not slow or matrix" -k "not compil and not gradient and not well_formed" "${@:2}"
+        -m "$1" -k "not compil and not gradient and not well_formed" | grep ::
+}
+collect "not slow" > "$chosen"
+collect matrix | awk -v step="${SANITIZE_ONCE:+3}" 'NR % (step ? step : 1) == 0' >> "$chosen"
+of_kernels() {
+    timeout "${SANITIZE_SECONDS:-1200}" env LD_PRELOAD="$runtime" QTORCH_CPU_LIBRARIES="$directory/$1" \
+        ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+        "$python" -m pytest -n 0 -q -s -r f -p no:cacheprovider --durations=0 --durations-min=60 "@$chosen" "${@:2}"
 }
 
 failed=0
