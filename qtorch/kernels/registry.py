@@ -239,13 +239,6 @@ def candidates(problem: Problem) -> list[tuple[Kernel, str | None]]:
 
 def choose(problem: Problem) -> Kernel:
     """`lookup` of the best kernel that accepts the problem, with its errors; a fallback is not reported."""
-    kernel = _chosen.get(problem)
-    if kernel is None:
-        kernel = _chosen[problem] = _best(problem)
-    return kernel
-
-
-def _best(problem: Problem) -> Kernel:
     accepted = [kernel for kernel, reason in candidates(problem) if reason is None]
     if not accepted:
         raise NotImplementedError(f"no kernel registered for the operation {problem.op!r}")
@@ -265,7 +258,9 @@ def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
         NotImplementedError: the operation has no kernel at all.
     """
     problem = Problem(op, scheme, dtype, device)
-    kernel = choose(problem)
+    kernel = _chosen.get(problem)
+    if kernel is None:
+        kernel = _chosen[problem] = choose(problem)
     if kernel.falls_back and (config.strict or problem not in _reported):
         _report_fallback(problem, kernel)
     return kernel
