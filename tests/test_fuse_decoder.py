@@ -161,5 +161,5 @@ def test_norms_of_a_module() -> None:
     shared(x).sum().backward()
     assert torch.equal(grad, x.grad)
     for made in (nn.Linear(2, 2), nn.Sequential(nn.RMSNorm(8, elementwise_affine=False))):
-        refuses("fuse_decoder: .* has no projections", lambda made=made: qtorch.fuse_decoder(made))
+        refuses(f"fuse_decoder: {type(made).__name__} has no projections", lambda made=made: qtorch.fuse_decoder(made))
     refuses("got None", lambda: qtorch.fuse_decoder(None), TypeError)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .tracing import are_active, is_compiling, modes_active
+from .tracing import is_compiling, see_operators
 
 SLICE_ELEMENTS = 1 << 18
 """Elements of a slice for each thread: a megabyte in fp32."""
@@ -37,8 +37,8 @@ def is_plain_on_cpu(input: Tensor) -> bool:
         return False
     if type(input) is not Tensor and type(input) is not torch.nn.Parameter:
         return False
-    recorded = (input.requires_grad and torch.is_grad_enabled()) or modes_active()
-    return not recorded and input.is_contiguous() and torch._C._get_tracing_state() is None and not are_active()
+    recorded = input.requires_grad and torch.is_grad_enabled()
+    return not recorded and input.is_contiguous() and not see_operators()
 
 
 def slice_elements() -> int:

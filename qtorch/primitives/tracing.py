@@ -105,6 +105,11 @@ def modes_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def see_operators() -> bool:
+    """Whether a compiler, a trace, a transform or a mode has to see operators, so that none may be left out."""
+    return is_compiling() or torch._C._get_tracing_state() is not None or are_active() or modes_active()
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, which also works under transforms."""
     return run_whole(function.apply, *args) if transforms_active() else function.apply(*args)

@@ -97,7 +97,7 @@ def numbers_of(spec: QuantSpec, dtype: torch.dtype) -> Numbers | None:
 def readers(*matrices: Tensor) -> Library | None:
     """The library, if these matrices have memory and nothing records what is done with them: no graph, gradient or
     transform."""
-    if tracing.is_compiling() or torch._C._get_tracing_state() or tracing.are_active() or tracing.modes_active():
+    if tracing.see_operators():
         return None
     for x in matrices:
         if type(x) not in TENSORS or x.dim() != 2 or not x.numel() or (x.requires_grad and torch.is_grad_enabled()):
