@@ -84,7 +84,12 @@ _PLACES = {
         "scheduled_qat", "scheduled_training", "switchback_training",
     ),
 }  # fmt: skip
-_MOVED = {name: f"{place}.{name}" for place, names in _PLACES.items() for name in names}
+_MOVED = {name: f"{place}.{name}" for place, names in _PLACES.items() for name in names} | {
+    "allocation": "qtorch.calibration.allocation", "calibrate_cpu": "qtorch.tune_cpu", "compat": "qtorch.integrations",
+    "formats": "qtorch.checkpoint.formats", "fusion": "qtorch.integrations.fusion",
+    "layouts": "qtorch.primitives.layouts", "recipe": "qtorch.recipes.base",
+    "statistics": "qtorch.calibration.statistics", "streaming": "qtorch.checkpoint.streaming",
+}  # fmt: skip
 
 
 if not TYPE_CHECKING:  # type checkers would take any name

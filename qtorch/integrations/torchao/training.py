@@ -51,10 +51,6 @@ class FakeQuantize:
     learned: bool = False
 
 
-def _integer_domain(value: Any) -> Any:
-    return only("INT", "NONE")(getattr(value, "name", value))
-
-
 def _granularity(value: Any) -> Granularity | None:
     words = {"per_token": PerToken(), "per_channel": PerAxis(0), "per_group": None}
     return words[value] if isinstance(value, str) and value in words else translate.granularity(value)
@@ -62,8 +58,8 @@ def _granularity(value: Any) -> Granularity | None:
 
 @arguments(
     granularity=_granularity, mapping_type=translate.mapping, scale_precision=only(torch.float32),
-    zero_point_precision=only(torch.int32, torch.int8), zero_point_domain=_integer_domain,
-    eps=only(None, torch.finfo(torch.float32).eps),
+    zero_point_precision=only(torch.int32, torch.int8), eps=only(None, torch.finfo(torch.float32).eps),
+    zero_point_domain=lambda value: only("INT", "NONE")(getattr(value, "name", value)),
 )  # fmt: skip
 def IntxFakeQuantizeConfig(
     dtype: Any, granularity: Any = None, mapping_type: Any = None, scale_precision: torch.dtype = torch.float32,
