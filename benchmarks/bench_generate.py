@@ -56,9 +56,6 @@ PROMPT, GENERATED, ROUNDS = 256, 32, 3
 MODES = ["eager", "eager fused", "compiled", "compiled fused"]
 """Fused: after `fuse_decoder`."""
 
-IN_CPP = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
-"""Options of Inductor in the mode "compiled fused": all of a graph in C++."""
-
 READ = """
 #include <cstdint>
 #include <cstddef>
@@ -130,8 +127,7 @@ def run(about: Row) -> Row:
     ids = torch.randint(0, MODELS[about["model"]]["vocab_size"], (about["sequences"], PROMPT))
     row, settings = {**about, "bytes": weight_bytes(model)}, {}
     if "compiled" in about["mode"]:
-        kind = {"sequences": about["sequences"], "options": IN_CPP if "fused" in about["mode"] else None}
-        compiles = lambda: compile_generate(model, PROMPT + GENERATED, progress=False, **kind)  # noqa: E731
+        compiles = lambda: compile_generate(model, PROMPT + GENERATED, about["sequences"], progress=False)  # noqa: E731
         row["compile"] = seconds(lambda: settings.update(compiles()))
 
     def generate(count: int) -> float:

@@ -107,14 +107,11 @@ def combined_report(reports: Sequence[CalibrationReport]) -> CalibrationReport:
     if short := sum(report.is_short for report in counted):
         method += f"; {short} of {len(reports)} experts saw fewer tokens than they have inputs"
     return replace(
-        counted[0],
-        method=method,
-        tokens=min(report.tokens for report in reports),
+        counted[0], method=method, tokens=min(report.tokens for report in reports),
         error=sum(report.error or 0.0 for report in counted) / len(counted),
         nearest_error=sum(report.nearest_error or 0.0 for report in counted) / len(counted),
-        damping=max(report.damping for report in counted),
-        seconds=sum(report.seconds for report in reports),
-    )
+        damping=max(report.damping for report in counted), seconds=sum(report.seconds for report in reports),
+    )  # fmt: skip
 
 
 class StaticActivation(NamedTuple):

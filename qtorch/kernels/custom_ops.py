@@ -10,15 +10,22 @@ for a function that a compiler traces.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
+from ..primitives import ZeroPointDomain
+from ..primitives.qdtype import QDTYPES
 from ..primitives.tracing import F, are_active, is_compiling, is_sharded, modes_active, one_by_one
 
 Function = Callable[..., Any]
+
+Name: TypeAlias = Annotated[str, "of a number format, or of a domain of zero points"]
+"""Of an argument for which torch's dispatcher gets a number: Inductor's C++ wrapper compiles calls with texts three
+times as long."""
 
 # Types of tensors that have memory of their own.
 TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -26,6 +33,7 @@ TENSORS = (torch.Tensor, torch.nn.Parameter)
 _LIBRARY = torch.library.Library("qtorch", "FRAGMENT")
 _implementations: dict[str, dict[str, Function]] = {}  # by operation, then by device type
 _opaque: dict[str, Function] = {}
+_names: dict[int, str] = {}  # by number
 _records: list[list[str]] = []
 
 RECORD_LISTENERS: list[Callable[[bool], None]] = []
@@ -41,15 +49,17 @@ def opaque(fake: Function) -> Callable[[F], F]:
         name = function.__name__
         _opaque[name] = function
         run = _runner(name, function, _devices_of(name))
-        _LIBRARY.define(torch.library.infer_schema(function, op_name=name, mutates_args=()))
-        _LIBRARY.impl(name, _without_gradient(run), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"qtorch::{name}", fake, lib=_LIBRARY)
-        overload = getattr(torch.ops.qtorch, name).default
+        _LIBRARY.define(_schema(function, name))
+        _LIBRARY.impl(name, _without_gradient(run, function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"qtorch::{name}", _with_names(fake, function), lib=_LIBRARY)
+        overload, names = getattr(torch.ops.qtorch, name).default, _names_in(function)
         _LIBRARY.impl(name, functools.partial(_run_examples, overload), "FuncTorchBatched", with_keyset=True)
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            return overload(*args) if is_compiling() or are_active() or modes_active() else run(*args)
+            if not (is_compiling() or are_active() or modes_active()):
+                return run(*args)
+            return overload(*_replaced(args, names, number_of))
 
         return call  # type: ignore[return-value]
 
@@ -90,7 +100,7 @@ def implement(name: str, device: str, *, where: bool = True) -> Callable[[F], F]
                 raise ValueError(f"implement: {name} has an implementation for {device} already")
             own[device] = function
             if name in _opaque:
-                _LIBRARY.impl(name, _without_gradient(_runner(name, function, {})), device.upper())
+                _LIBRARY.impl(name, _without_gradient(_runner(name, function, {}), _opaque[name]), device.upper())
         return function
 
     return decorate
@@ -100,9 +110,9 @@ def define_fallback(name: str) -> None:
     """Define ``torch.ops.qtorch.<name>.fallback``, the opaque operator in Python, for an implementation outside Python
     that passes some calls on."""
     function = _opaque[name]
-    schema = torch.library.infer_schema(function, op_name=f"{name}.fallback", mutates_args=())
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(f"{name}.fallback", _without_gradient(_runner(name, function, {})), "CompositeExplicitAutograd")
+    run = _without_gradient(_runner(name, function, {}), function)
+    _LIBRARY.define(_schema(function, f"{name}.fallback"))
+    _LIBRARY.impl(f"{name}.fallback", run, "CompositeExplicitAutograd")
 
 
 def portable(operation: F) -> F:
@@ -113,6 +123,63 @@ def portable(operation: F) -> F:
 def implementations() -> list[str]:
     """``"operation@device"`` of all that `implement` has registered."""
     return [f"{name}@{device}" for name, own in _implementations.items() for device in own]
+
+
+def number_of(name: str) -> int:
+    """The number of a `Name`, the same in every process: its hash by FNV-1a (Fowler, Noll, Vo), 32 bits."""
+    number = 0x811C9DC5
+    for byte in name.encode():
+        number = (number ^ byte) * 0x01000193 % 2**32
+    if (other := _names.setdefault(number, name)) != name:
+        raise ValueError(f"{name!r} and {other!r} have the same number {number}: give the format another name")
+    return number
+
+
+number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def name_of(number: int) -> str:
+    """The `Name` of this number; a `ValueError` if no format has it."""
+    if number not in _names:
+        for name in (*QDTYPES, *ZeroPointDomain.__members__):
+            number_of(name)
+    if number not in _names:
+        raise ValueError(f"no number format has the number {number}: import the module that registers it")
+    return _names[number]
+
+
+def _names_in(function: Function) -> tuple[int, ...]:
+    """The places of arguments that are a `Name`."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return tuple(i for i, parameter in enumerate(parameters) if parameter.annotation is Name)
+
+
+def _schema(function: Function, name: str) -> str:
+    """As its annotations say; a `Name` is an integer."""
+
+    def declared(p: inspect.Parameter) -> inspect.Parameter:
+        if p.annotation is not Name:
+            return p
+        return p.replace(annotation=int, default=p.default if p.default is p.empty else number_of(p.default))
+
+    signature, prototype = inspect.signature(function, eval_str=True), lambda: None
+    parameters = [declared(p) for p in signature.parameters.values()]
+    prototype.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, op_name=name, mutates_args=())
+
+
+def _replaced(args: tuple[Any, ...], places: tuple[int, ...], by: Function) -> list[Any]:
+    replaced = list(args)
+    for i in places:
+        if i < len(args):
+            replaced[i] = by(args[i])
+    return replaced
+
+
+def _with_names(run: Function, function: Function) -> Function:
+    """`run`, with the arguments of `function`, as the dispatcher calls it."""
+    names = _names_in(function)
+    return (lambda *args: run(*_replaced(args, names, name_of))) if names else run
 
 
 def _devices_of(name: str) -> dict[str, Function]:
@@ -139,16 +206,17 @@ def _runner(name: str, function: Function, own: dict[str, Function]) -> Function
     return run
 
 
-def _without_gradient(run: Function) -> Function:
-    """`run` as the dispatcher calls it, in an exported program also where gradients are recorded: what differentiates
-    an operator is around it, and operators with ``out=`` refuse to be recorded."""
+def _without_gradient(run: Function, function: Function) -> Function:
+    """`run`, with the arguments of `function`, as the dispatcher calls it, in an exported program also where gradients
+    are recorded: what differentiates an operator is around it, and operators with ``out=`` refuse to be recorded."""
+    named = _with_names(run, function)
 
     @functools.wraps(run)
     def call(*args: Any) -> Any:
         if not torch.is_grad_enabled():
-            return run(*args)
+            return named(*args)
         with torch.no_grad():
-            return run(*args)
+            return named(*args)
 
     return call
 

@@ -10,6 +10,7 @@ import torch
 import qtorch
 from qtorch import int4_weight_only, int8_weight_only, lut_weight_only, quantize_
 from qtorch.dtypes import MatrixWeight, QuantizedTensor, base, copying
+from qtorch.kernels.custom_ops import number_of
 from qtorch.primitives.layouts.base import check_inner_tensors
 from qtorch.recipes.base import Recipe, WeightRecipe
 from qtorch.training import TrainingWeight, bitnet_training, int8_mixed_precision_training, qat, switchback_training
@@ -107,7 +108,7 @@ def test_sizes_and_classes() -> None:
     """They may be called by themselves. From 2.15 on, torch makes every error of an operator in C++ a RuntimeError."""
     x, codes, scale = torch.randn(2, 256), torch.zeros(256, 256, dtype=torch.int8), torch.ones(256, 1)
     mm = torch.ops.qtorch.cpu_weight_only_mm
-    about = (False, "int8", -127.0, 127.0, "NONE")
+    about = (False, number_of("int8"), -127.0, 127.0, number_of("NONE"))
     mm(x, codes, 256, scale, None, *about, None)
     wrong: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]] = [
         (codes, 512, scale, None), (codes[:8], 256, scale, None), (codes, 256, scale[:8], None),

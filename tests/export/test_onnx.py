@@ -48,15 +48,11 @@ def operators(file: Any) -> set[str]:
     return {node.op_type for node in file.graph.node}
 
 
+REAL_ZERO = qtorch.int4_weight_only(group_size=32, zero_point_domain=qtorch.ZeroPointDomain.FLOAT)
 SCHEMES = {
     "int8": (qtorch.int8_weight_only(), "INT8", 8, "DequantizeLinear"),
     "int4": (qtorch.int4_weight_only(group_size=32), "UINT4", 4, "DequantizeLinear"),
-    "int4, real zero": (
-        qtorch.int4_weight_only(group_size=32, zero_point_domain=qtorch.ZeroPointDomain.FLOAT),
-        "UINT4",
-        4,
-        "Cast",
-    ),
+    "int4, real zero": (REAL_ZERO, "UINT4", 4, "Cast"),
     "int3": (qtorch.intx_weight_only("int3", group_size=32), "INT4", 4, "DequantizeLinear"),
     "uint6": (qtorch.uintx_weight_only("uint6", group_size=32), "UINT8", 8, "DequantizeLinear"),
     "nf4": (qtorch.nf4_weight_only(), "UINT4", 4, "Gather"),

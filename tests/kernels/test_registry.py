@@ -14,11 +14,14 @@ from torch.nn import functional
 
 import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PlainLayout, QuantSpec, TensorCoreTiledLayout
-from qtorch.kernels import FallbackError, deregister, int_matmul, lookup, record_kernels, register, registry
+from qtorch.kernels import FallbackError, custom_ops, deregister, int_matmul, lookup, record_kernels, register, registry
+from qtorch.kernels.cpu.code_values import TABLE
 from qtorch.kernels.custom_ops import _opaque, by_device, implement, implementations, note, opaque, portable
 from qtorch.primitives import MappingType, PerAxis, PerBlock, PerGroup, PerRow, PerTensor, ZeroPointDomain, qdtype
 from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.layouts.semi_sparse import pack_2_4
+from qtorch.primitives.qdtype import QDTYPES
+from tests.kernels.cpu.builds import run
 from tests.refusals import refuses
 
 
@@ -233,10 +236,10 @@ def _text(annotation: object) -> str:
 def test_the_schema_of_an_operator_is_its_signature(name):
     """And so is that of each of its implementations."""
     schema = getattr(torch.ops.qtorch, name).default._schema
-    for function in (_opaque[name], *qtorch.kernels.custom_ops._implementations[name].values()):
+    for function in (_opaque[name], *custom_ops._implementations[name].values()):
         parameters = inspect.signature(function).parameters.values()
         assert [p.name for p in parameters] == [a.name for a in schema.arguments]
-        assert [TYPES[_text(p.annotation)] for p in parameters] == [
+        assert ["int" if p.annotation is custom_ops.Name else TYPES[_text(p.annotation)] for p in parameters] == [
             str(a.type).replace("SymInt", "int") for a in schema.arguments
         ]
     assert len(schema.returns) == str(inspect.signature(function).return_annotation).count("Tensor")
@@ -272,12 +275,12 @@ ARGUMENTS = [
     ("semi_sparse_weight_mm", X, pack_2_4(int8(12, 32).tril().triu(), 0), 12, -2, torch.rand(12, 1), "int8"),
     ("int4_tiled_mm", torch.randn(5, 160).bfloat16(), *tiled(), 72, 32),
     ("cpu_weight_only_mm", X, int8(12, 32), 12, torch.rand(12, 1), None, False, *INT8, "INT", None),
-    ("cpu_int8_mm", X, None, None, QUANTIZER, int8(12, 32), 12, torch.rand(12, 1), None, False, "int8", X.dtype, None),
-    ("cpu_embedding", IDS, int8(30, 32), [30, 32], torch.rand(30, 1), None, False, *INT8, "INT", torch.float32),
+    ("cpu_int8_mm", X, None, None, *QUANTIZER, int8(12, 32), 12, torch.rand(12, 1), None, False, "int8", X.dtype, None),
+    ("cpu_embedding", IDS, int8(30, 32), 30, 32, torch.rand(30, 1), None, False, *INT8, "INT", torch.float32),
     ("cpu_low_rank_mm", torch.randn(3, 12), X, torch.randn(4, 32).half(), torch.randn(12, 4).half()),
     ("cpu_experts_mm", X, INDEX, int8(4, 12, 32), torch.rand(4, 12, 1), None, False, *INT8, "INT"),
     (
-        *("cpu_experts_int8_mm", X, INDEX, None, None, QUANTIZER),
+        *("cpu_experts_int8_mm", X, INDEX, None, None, *QUANTIZER),
         *(int8(4, 12, 32), torch.rand(4, 12, 1), None, False, "int8", torch.float32),
     ),
 ]
@@ -285,7 +288,21 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("name, arguments", [(name, arguments) for name, *arguments in ARGUMENTS])
 def test_operators_are_well_formed(name, arguments):
-    torch.library.opcheck(getattr(torch.ops.qtorch, name).default, tuple(arguments))
+    numbers = custom_ops._replaced(arguments, custom_ops._names_in(_opaque[name]), custom_ops.number_of)
+    torch.library.opcheck(getattr(torch.ops.qtorch, name).default, tuple(numbers))
+
+
+def test_names_have_numbers(monkeypatch):
+    """The same ones as in C++ and in every process, which run programs that this one has exported."""
+    names = (*QDTYPES, *ZeroPointDomain.__members__, TABLE, "")
+    numbers = [custom_ops.number_of(name) for name in names]
+    assert len({*numbers}) == len(names)
+    assert custom_ops.number_of("foobar") == 0xBF9CF968  # as FNV's own tests have it
+    program = f"import qtorch; print(*map(qtorch.kernels.custom_ops.name_of, {numbers}), sep=',')"
+    assert run(program).stdout.strip().split(",") == [*names]
+    refuses("no number format has the number 5", lambda: custom_ops.name_of(5))
+    monkeypatch.setitem(custom_ops._names, numbers[0], "other")
+    refuses("'int1' and 'other' have the same number", lambda: custom_ops.number_of("int1"))
 
 
 @pytest.mark.parametrize("folder", ["ops", "linear"])

@@ -5,6 +5,7 @@ their rows, so that every process can make the same one.
 """
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -220,20 +221,10 @@ def _kinds() -> list[Kind]:
         ("qat", qat(INT4)),
     ):
         found += _forms(name, recipe, TRAINING, qat(of_conv) if name == "qat" else None)
-    for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
-        found += [
-            Kind(f"{name}, {key}", OTHER, _moment(name, key), rows_of, multiplies=False)
-            for key in ("exp_avg", "exp_avg_sq")
-        ]
-    found.append(
-        Kind(
-            "QGaLore, projection",
-            OTHER,
-            lambda seed, rows: Read(stored(torch.randn(rows, K))),
-            rows_of,
-            multiplies=False,
-        )
-    )
+    for name, key in itertools.product(("AdamW8bit", "AdamW4bit", "AdamWFp8"), ("exp_avg", "exp_avg_sq")):
+        found.append(Kind(f"{name}, {key}", OTHER, _moment(name, key), rows_of, multiplies=False))
+    projection = lambda seed, rows: Read(stored(torch.randn(rows, K)))  # noqa: E731
+    found.append(Kind("QGaLore, projection", OTHER, projection, rows_of, multiplies=False))
     found.append(Kind("to_uintx", OTHER, _uintx, rows_of, multiplies=False))
     return found
 

@@ -128,15 +128,10 @@ def test_refusals():
 def test_views():
     """Exact, or an error; packed as long as they can be."""
     rows, groups = (qtorch.vector_codebook_weight_only(size).apply(torch.randn(8, 128)) for size in (-1, 32))
+    views = (lambda t: t[2:7], lambda t: t.t(), lambda t: t.t()[:, 3:5], lambda t: t.view(2, 4, 128), lambda t: t[1:2])
     for weight in (rows, groups):
         whole = weight.dequantize()
-        for view in (
-            lambda t: t[2:7],
-            lambda t: t.t(),
-            lambda t: t.t()[:, 3:5],
-            lambda t: t.view(2, 4, 128),
-            lambda t: t[1:2],
-        ):
+        for view in views:
             assert torch.equal(view(weight).dequantize(), view(whole))
             assert view(weight).scheme.layout.name == "vector_codebook"
         assert torch.equal(pickle.loads(pickle.dumps(weight)).dequantize(), whole)
@@ -144,14 +139,9 @@ def test_views():
     assert torch.equal(groups[:, 32:96].dequantize(), groups.dequantize()[:, 32:96])
     assert torch.equal(torch.cat([groups, groups], 1).dequantize(), groups.dequantize().repeat(1, 2))
     one = qtorch.vector_codebook_weight_only(128).apply(torch.randn(8, 128))
-    for view in (
-        lambda: groups[:, 4:20],
-        lambda: one[:, :64],
-        lambda: rows[:, :64],
-        lambda: rows[:, 4:8],
-        lambda: torch.cat([rows, rows], 1),
-        lambda: rows.index_select(1, torch.tensor([0, 1, 2, 3])),
-    ):
+    cuts = (lambda: groups[:, 4:20], lambda: one[:, :64], lambda: rows[:, :64], lambda: rows[:, 4:8])
+    picked = lambda: rows.index_select(1, torch.tensor([0, 1, 2, 3]))  # noqa: E731
+    for view in (*cuts, picked, lambda: torch.cat([rows, rows], 1)):
         with pytest.raises(ValueError, match="cuts or joins rotated blocks"):
             view()
 

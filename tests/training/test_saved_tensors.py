@@ -19,13 +19,7 @@ from qtorch.training import int8_mixed_precision_training, int8_tilewise_trainin
 FP32 = torch.float32
 SPECS = {
     "int8": saved_tensors.INT8,
-    "uint4": QuantSpec(
-        qdtype("uint4"),
-        PerGroup(32),
-        mapping=MappingType.ASYMMETRIC,
-        zero_point_domain=ZeroPointDomain.OFFSET,
-        scale_dtype=FP32,
-    ),
+    "uint4": QuantSpec("uint4", PerGroup(32), MappingType.ASYMMETRIC, ZeroPointDomain.OFFSET, scale_dtype=FP32),
     "float8": QuantSpec(qdtype("float8_e4m3fn"), PerGroup(128), scale_dtype=FP32),
 }
 BITS = {"int8": 8.5, "uint4": 6.0, "float8": 8.25}

@@ -54,13 +54,11 @@ def estimate(
     seconds += of_rounding * sum(_rounding(weight) for weight in parameters)
     seconds += of_statistics * counted * sum(_columns(stage.weights[0]) ** 2 for stage in stages)
     return CalibrationEstimate(
-        batches=len(run.batches),
-        blocks=len(blocks),
+        batches=len(run.batches), blocks=len(blocks),
         statistics_bytes=max((_statistics_bytes(stage, run) for stage in stages), default=0),
         work_bytes=max((4 * (_WORK * k**2 + _COPIES * n * k) for _, n, k in map(_shape, parameters)), default=0),
-        stream_bytes=streams,
-        seconds=seconds,
-    )
+        stream_bytes=streams, seconds=seconds,
+    )  # fmt: skip
 
 
 def _sample(run: InOrder[Any], units: Sequence[trace.Unit], blocks: Sequence[nn.Module]) -> tuple[float, float]:

@@ -192,30 +192,17 @@ class ConvStep(Step):
             form.images_at(address(source.codes, torch.uint8), window.padding),  # type: ignore[arg-type]
             address(layer.packed, torch.int8),
             ConvFinish(
-                scale=address(layer.scale, torch.float32),
-                sums=address(layer.sums, torch.int32),
-                shift=chain.numerics.shift,
-                x_scale=address(source.scale, torch.float32),
-                x_zero=address(source.zero, torch.int32),
-                per_image=not chain.numerics.static,
-                bias=address(bias),
-                out=out,
-                type=TYPES[torch.float32],
-                channels_last=self.real or work.channels_last,
-                other=other,
-                low=chain.low,
-                high=chain.high,
-                codes=codes,
-                code_image=of_codes.strides[0],
-                code_row=of_codes.strides[1],
-                code_pixel=of_codes.strides[2],
-                code_scale=to.scale,
-                code_zero=to.zero + to.shift,
-                code_low=to.quantizer.low + to.shift,
+                scale=address(layer.scale, torch.float32), sums=address(layer.sums, torch.int32),
+                shift=chain.numerics.shift, x_scale=address(source.scale, torch.float32),
+                x_zero=address(source.zero, torch.int32), per_image=not chain.numerics.static, bias=address(bias),
+                out=out, type=TYPES[torch.float32], channels_last=self.real or work.channels_last, other=other,
+                low=chain.low, high=chain.high, codes=codes, code_image=of_codes.strides[0],
+                code_row=of_codes.strides[1], code_pixel=of_codes.strides[2], code_scale=to.scale,
+                code_zero=to.zero + to.shift, code_low=to.quantizer.low + to.shift,
                 code_high=to.quantizer.high + to.shift,
             ),
             threads(),
-        )
+        )  # fmt: skip
         work.calls[self, "tensors"] = layer, bias  # whose addresses the call has
         changes = (chain.other is not None and not other) or (self.plain and not self.real)
         return call, None if changes else pack(call)

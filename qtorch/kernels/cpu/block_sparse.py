@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...primitives.layouts.packed import can_pack_bits
 from ...primitives.tracing import is_compiling
-from ..custom_ops import note, opaque, recording
+from ..custom_ops import Name, note, opaque, recording
 from ..linear import scaled
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
 from ..ops.quantize import Quantized, quantize_input
@@ -26,7 +26,7 @@ BLOCK_MULTIPLE = 16  # the size of a block is a multiple of this
 @opaque(lambda x, xs, xz, codes, columns, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
 def cpu_block_sparse_mm(
     x: Tensor, xs: Tensor | None, xz: Tensor | None, codes: Tensor, columns: Tensor,
-    n: int, scale: Tensor, packed: bool, weight_dtype: str, low: float, high: float,
+    n: int, scale: Tensor, packed: bool, weight_dtype: Name, low: float, high: float,
     dtype: torch.dtype, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The equation, y (M, N).
@@ -91,7 +91,7 @@ def _quantized(x: Tensor, quantized: Any) -> Quantized:
     quantizer = int8_linear.row_quantizer(quantized.scheme.activation)
     if quantizer is None or is_compiling() or library() is None:
         return quantize_input(x, quantized)
-    return int8_linear.quantize_rows(x, list(quantizer))
+    return int8_linear.quantize_rows(x, quantizer)
 
 
 def _supports(problem: Problem) -> str | None:

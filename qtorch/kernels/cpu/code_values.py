@@ -15,6 +15,7 @@ from ...primitives.double_quant import dequantize_scale, dequantize_zero_point, 
 from ...primitives.layouts.base import is_backed
 from ...primitives.qdtype import QDTYPES, qdtype
 from ...primitives.vector_spec import ENTRIES, signs
+from ..custom_ops import number_of
 from .compiled_library import TYPES
 from .memory import address
 
@@ -23,6 +24,7 @@ FLOATS = tuple(kind.name for kind in QDTYPES.values() if kind.is_floating_point 
 
 TABLE = "TABLE"
 """In place of the domain of a zero point: what stands for it is the table of the weight."""
+number_of(TABLE)  # which is then known in every process
 
 VECTORS = "VECTORS"
 """In its place too: bytes stand for vectors (`primitives.vector_spec`)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...primitives import PerTensor, QuantSpec, is_compiling, qdtype
 from ..conv import Window, empty_result, scales_images, with_bias
-from ..custom_ops import note, opaque, recording
+from ..custom_ops import Name, note, opaque, recording
 from ..ops.int_matmul import int32_terms
 from ..registry import Problem, needs_floats, split_bias
 from . import int8_linear, weight
@@ -33,7 +33,7 @@ def cpu_conv(
     x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float], shift: int,
     codes: Tensor, ws: Tensor, shape: list[int],
     stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    weight_dtype: str, bias: Tensor | None,
+    weight_dtype: Name, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The equation, y (B, N, *positions) in the dtype of x, channels last where x is.
 

@@ -25,12 +25,10 @@ ConvPackCall = declare("ConvPackCall", ("shape", ConvShape), ("codes row_bytes p
 """src/conv.h"""
 
 ConvCodesCall = declare(
-    "ConvCodesCall",
-    ("x type image channels_last images groups channels height width", int),
-    ("codes code_image code_row code_pixel padded top bottom left right", int),
-    ("quantizer", Quantizer),
+    "ConvCodesCall", ("x type image channels_last images groups channels height width", int),
+    ("codes code_image code_row code_pixel padded top bottom left right", int), ("quantizer", Quantizer),
     ("shift scale zero threads", int),
-)
+)  # fmt: skip
 """src/conv_codes.h"""
 
 ConvFinish = declare(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...primitives.tracing import is_compiling
 from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last, with_bias
-from ..custom_ops import note, opaque, recording
+from ..custom_ops import Name, note, opaque, recording
 from ..registry import Problem, needs_floats, split_bias
 from . import weight, weight_only
 from .conv_prepared import CompiledConv, calls_of, prepare
@@ -35,7 +35,7 @@ _memory = threading.local()
 )
 def cpu_weight_only_conv(
     x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None,
-    packed: bool, dtype: str, low: float, high: float, domain: str,
+    packed: bool, dtype: Name, low: float, high: float, domain: Name,
     shape: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int,
     bias: Tensor | None,
 ) -> Tensor:  # fmt: skip

@@ -3,7 +3,6 @@
 y[i] = dequantize(w)[ids[i]]
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ...primitives import ZeroPointDomain, dequantize_affine, qdtype
 from ...primitives.layouts.packed import unpack_codes
-from ..custom_ops import note, opaque
+from ..custom_ops import Name, note, opaque
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, needs_floats
 from . import code_values, weight
@@ -22,23 +21,21 @@ from .structs import EmbedCall, Weight, struct_of
 _pack_weight, _pack_call = struct_of(Weight).pack, struct_of(EmbedCall).pack
 
 
-@opaque(lambda ids, codes, shape, *rest: ids.new_empty(ids.shape[0], shape[1], dtype=rest[-1]))
+@opaque(lambda ids, codes, n, k, *rest: ids.new_empty(ids.shape[0], k, dtype=rest[-1]))
 def cpu_embedding(
-    ids: Tensor, codes: Tensor, shape: Sequence[int], scale: Tensor, zero_point: Tensor | None,
-    packed: bool, dtype: str, low: float, high: float, domain: str, output_dtype: torch.dtype,
+    ids: Tensor, codes: Tensor, n: int, k: int, scale: Tensor, zero_point: Tensor | None,
+    packed: bool, dtype: Name, low: float, high: float, domain: Name, output_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The equation above, (I, D) in `output_dtype`: fp32, bf16 or fp16.
+    """The equation above, (I, K) in `output_dtype`: fp32, bf16 or fp16.
 
     Args:
-        ids: (I) int64 or int32; an `IndexError` if one is not in [0, V).
-        codes: (V, D) in the storage dtype of `dtype`, the name of a `QDType`; or packed along D.
-        shape: (V, D).
-        scale, zero_point: (V, G), G groups of a row, or (1, 1).
+        ids: (I) int64 or int32; an `IndexError` if one is not in [0, N).
+        codes: (N, K) in the storage dtype of `dtype`, the name of a `QDType`; or packed along K.
+        scale, zero_point: (N, G), G groups of a row, or (1, 1).
         low, high: bounds of the codes.
         domain: name of a `ZeroPointDomain`.
     """
-    (n, k), middle = shape, (low + high + 1) / 2
-    stored = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, middle)
+    stored = weight.CompiledWeight.of(codes, scale, zero_point, n, k, dtype, packed, domain, (low + high + 1) / 2)
     compiled, fields = stored.compiled, stored.fields
     if compiled is None or fields is None or ids.dtype not in (torch.int64, torch.int32):
         note("cpu_embedding.torch")
@@ -72,7 +69,6 @@ def _supports(problem: Problem) -> str | None:
     note="saves memory; and time, only for many long rows in fp32", name="cpu_embedding",
 )  # fmt: skip
 def _embedding(ids: Tensor, table: Any) -> Tensor:
-    scheme, rows = table.scheme, ids.reshape(-1)
-    about = *weight.form(scheme), scheme.dtype
-    y = cpu_embedding(rows, table.qdata, scheme.shape, table.scale, table.zero_point, *about)
-    return y.reshape(*ids.shape, scheme.shape[1])
+    (n, k), dtype = table.scheme.shape, table.scheme.dtype
+    of_table = table.qdata, n, k, table.scale, table.zero_point, *weight.form(table.scheme)
+    return cpu_embedding(ids.reshape(-1), *of_table, dtype).reshape(*ids.shape, k)

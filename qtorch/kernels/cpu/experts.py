@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...primitives import CodebookSpec, qdtype
 from ...primitives.tracing import is_compiling
-from ..custom_ops import note, opaque, recording
+from ..custom_ops import Name, note, opaque, recording
 from ..linear.scaled import INTEGERS
 from ..ops.experts import expert_by_expert, scheme_of_expert
 from ..registry import Problem, needs_rows
 from . import code_values, compiled_library, int8_linear, variants, weight, weight_only
-from .int8_linear import cpu_int8_mm, numerics_of, of_rows, quantize_rows
+from .int8_linear import NO_QUANTIZER, cpu_int8_mm, numerics_of, of_rows, quantize_rows
 from .memory import address, empty
 from .structs import ExpertsCall, ExpertsIntCall, pack, struct_of
 from .variants import VARIANTS
@@ -92,7 +92,6 @@ class CompiledExperts(CompiledWeight):
         """The product with the weight that this was made from; None if one compiled call cannot do it."""
         if (
             x.dtype is not self.dtype
-            or x.dim() != 2
             or experts.dim() != 2
             or x.shape != (experts.shape[0], self._row)
             or experts.dtype is not torch.int64
@@ -134,8 +133,8 @@ def _is_stack(codes: Tensor) -> bool:
 @opaque(lambda x, experts, codes, *_: x.new_empty(experts.shape[0] * experts.shape[1], codes.shape[1]))
 def cpu_experts_mm(
     x: Tensor, experts: Tensor, codes: Tensor,
-    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str, low: float, high: float, domain: str,
-    table: Tensor | None = None, scale_dtype: str = "", scale_group: int = 0, scale_is_positive: bool = False,
+    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: Name, low: float, high: float, domain: Name,
+    table: Tensor | None = None, scale_dtype: Name = "", scale_group: int = 0, scale_is_positive: bool = False,
     scale_scale: Tensor | None = None, scale_mean: Tensor | None = None, zero_point_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The equation above, (T * R, N) in the dtype of x.
@@ -191,19 +190,20 @@ def _together(
     return y if finite else where_finite(y, x, one_by_one, experts.shape[1])
 
 
-@opaque(lambda x, experts, *rest: x.new_empty(experts.numel(), rest[3].shape[1], dtype=rest[-1]))
+@opaque(lambda x, experts, *rest: x.new_empty(experts.numel(), rest[8].shape[1], dtype=rest[-1]))
 def cpu_experts_int8_mm(
     x: Tensor, experts: Tensor, xs: Tensor | None, xz: Tensor | None,
-    quantizer: list[float], codes: Tensor, ws: Tensor, wz: Tensor | None,
-    packed: bool, weight_dtype: str, dtype: torch.dtype,
+    low: float, high: float, asymmetric: float, given: float, smallest: float, largest: float,
+    codes: Tensor, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: Name, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The equation above with both operands in codes, (T * R, N), and the exact results of `cpu_int8_mm`, whose
-    arguments x (T, K), xs, xz, quantizer, weight_dtype and dtype are; the others are those of `cpu_experts_mm`."""
+    arguments x (T, K), xs, xz, low to largest, weight_dtype and dtype are; the others are those of `cpu_experts_mm`."""
     x, experts, ws = _checked(x, experts, codes, ws)
     (m, k), (count, n), rows = x.shape, codes.shape[:2], experts.numel()
     if not (rows and n and k):
         return x.new_zeros(rows, n, dtype=dtype)
-    layer, numerics = None, numerics_of(quantizer)
+    layer, quantizer = None, (low, high, asymmetric, given, smallest, largest)
+    numerics = numerics_of(quantizer)
     if _is_stack(codes):
         about = (count * n, k, weight_dtype, packed, "INT", 0.0, count, dtype, "int8", numerics)
         layer = IntExperts.of(codes, ws, wz, *about)
@@ -215,9 +215,9 @@ def cpu_experts_int8_mm(
 
         def product(of_input: Tensor, e: int) -> Tensor:
             rows, scale, zero = (None if t is None else t[of_input] for t in of_x)
-            factors = ws[e % len(ws)], None if wz is None else wz[e % len(wz)]
+            of_weight = codes[e], n, ws[e % len(ws)], None if wz is None else wz[e % len(wz)]
             assert rows is not None
-            return cpu_int8_mm(rows, scale, zero, [], codes[e], n, *factors, packed, weight_dtype, dtype, None)
+            return cpu_int8_mm(rows, scale, zero, *NO_QUANTIZER, *of_weight, packed, weight_dtype, dtype, None)
 
         return expert_by_expert(x.new_empty(0, dtype=dtype), experts, count, n, product)
 
@@ -232,15 +232,9 @@ def cpu_experts_int8_mm(
 def _checked(x: Tensor, experts: Tensor, codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x, the index and the scales, as the compiled functions read them; a `ValueError` for other shapes, dtypes,
     devices."""
-    if (
-        x.dim() != 2
-        or codes.dim() != 3
-        or scale.dim() != 3
-        or experts.dim() != 2
-        or experts.shape[0] != x.shape[0]
-        or experts.dtype is not torch.int64
-        or not (x.is_cpu and experts.is_cpu)
-    ):
+    axes = x.dim(), experts.dim(), codes.dim(), scale.dim()
+    is_index = experts.dtype is torch.int64 and experts.shape[:1] == x.shape[:1]
+    if axes != (2, 2, 3, 3) or not is_index or not (x.is_cpu and experts.is_cpu):
         raise ValueError(
             f"experts take rows (T, K) and an int64 index (T, R) on the CPU, and codes and scales of three axes; got "
             f"{tuple(x.shape)} on {x.device}, {tuple(experts.shape)} of {experts.dtype} on {experts.device}, "
@@ -296,7 +290,7 @@ def _grouped_linear_int8(x: Tensor, quantized: Any, experts: Tensor) -> Tensor:
     packed = scheme.layout.packed_axis is not None
     rows, xs, xz, quantizer = int8_linear.activation_of(x, quantized)
     ws, wz, kind = quantized.dense_scale(), quantized.zero_point, scheme.weight.dtype.name
-    y = cpu_experts_int8_mm(rows, experts, xs, xz, quantizer, quantized.qdata, ws, wz, packed, kind, x.dtype)
-    if not is_compiling() and quantizer and not scheme.spec.static:
+    y = cpu_experts_int8_mm(rows, experts, xs, xz, *quantizer, quantized.qdata, ws, wz, packed, kind, x.dtype)
+    if not is_compiling() and any(quantizer) and not scheme.spec.static:
         IntExperts.prepare(quantized)
     return y

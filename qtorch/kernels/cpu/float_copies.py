@@ -18,7 +18,7 @@ from torch import Tensor
 from ...primitives import ZeroPointDomain, dequantize_affine, granularity, qdtype
 from ...primitives.layouts.packed import unpack_codes
 from ..config import config
-from ..custom_ops import implement, note, portable
+from ..custom_ops import Name, implement, note, portable
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import CodeNumerics, weight_only_mm
 
@@ -92,7 +92,7 @@ def _drop(key: _Key) -> None:
 @implement("packed_weight_mm", "cpu")
 def packed_weight_mm_cpu(
     x: Tensor, qdata: Tensor, n: int, axis: int,
-    scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str,
+    scale: Tensor, zero_point: Tensor | None, dtype: Name, low: float, high: float, domain: Name,
 ) -> Tensor:  # fmt: skip
     """See `packed_weight_mm`."""
     # A transposed weight is a view, new for each product: its copy would be used once.
@@ -106,8 +106,9 @@ def packed_weight_mm_cpu(
 
 @implement("weight_only_mm", "cpu")
 def weight_only_mm_cpu(
-    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
-) -> Tensor:
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None,
+    dtype: Name, low: float, high: float, domain: Name,
+) -> Tensor:  # fmt: skip
     """See `weight_only_mm`."""
     n = len(codes)
     if wanted() and (dtype != "int8" or zero_point is not None or scale.shape != (n, 1)):

@@ -5,17 +5,17 @@ The activation is quantized in the same call if its spec quantizes each row by i
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ...primitives import MappingType, MinMaxRule, QuantSpec, Rounding, Scheme, is_compiling, qdtype
-from ..custom_ops import implement, note, opaque, portable, recording
+from ...primitives import MappingType, QuantSpec, Rounding, Scheme, is_compiling, qdtype
+from ..custom_ops import Name, implement, note, opaque, portable, recording
 from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
 from ..ops.int_matmul import int32_terms
-from ..ops.quantize import quantize_input
+from ..ops.quantize import has_default_scales, quantize_input
 from ..registry import FLOATS, Problem, from_rows, needs_floats, split_bias, to_rows
 from . import code_values, variants, weight
 from .compiled_library import TYPES, library, threads
@@ -24,6 +24,9 @@ from .operands import MOST_TERMS, product_of_rows, readers
 from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 from .weight_only import CompiledLinear, Numerics, where_finite
 
+Fields: TypeAlias = tuple[float, float, float, float, float, float]  # of `Quantizer`
+
+NO_QUANTIZER: Fields = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 GROUP_MULTIPLE = 32  # the size of the groups of a weight is a multiple of this
 
 
@@ -46,10 +49,11 @@ class Int8Linear(CompiledLinear):
             vars(weight)["fast_linear"] = made.static_linear
 
 
-@opaque(lambda x, xs, xz, quantizer, codes, n, *rest: x.new_empty(x.shape[0], n, dtype=rest[-2]))
+@opaque(lambda x, *rest: x.new_empty(x.shape[0], rest[9], dtype=rest[-2]))
 def cpu_int8_mm(
-    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
-    codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str,
+    x: Tensor, xs: Tensor | None, xz: Tensor | None,
+    low: float, high: float, asymmetric: float, given: float, smallest: float, largest: float,
+    codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: Name,
     dtype: torch.dtype, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The equation, y (M, N).
@@ -58,19 +62,20 @@ def cpu_int8_mm(
         x: (M, K) int8 codes; or fp32, bf16 or fp16, which is quantized here.
         xs, xz: scale and zero point, (M, 1) or (1, 1), of the codes or to quantize x with; None to choose them from
             each row.
-        quantizer: for x in floating point: (low, high, asymmetric, given, smallest scale, largest scale); see
-            `row_quantizer` and `static_quantizer`.
+        low, ..., largest: the quantizer of x in floating point, see `row_quantizer` and `static_quantizer`; of codes
+            `NO_QUANTIZER`.
         codes: (N, K) int8 or uint8, or packed along K.
         ws, wz: (N, G), or (1, 1).
         weight_dtype: name of a `QDType`.
         dtype: of the result.
         bias: (N) in that dtype, or None.
     """
+    quantizer = (low, high, asymmetric, given, smallest, largest)
     return _multiply(x, xs, xz, quantizer, codes, n, ws, wz, packed, weight_dtype, dtype, bias)
 
 
 def _multiply(
-    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: Sequence[float],
     codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str,
     dtype: torch.dtype, bias: Tensor | None, scales: code_values.QuantizedScales | None = None,
 ) -> Tensor:  # fmt: skip
@@ -103,7 +108,7 @@ def _multiply(
 
 
 def multiply_in_torch(
-    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: list[float],
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, quantizer: Sequence[float],
     codes: Tensor, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The variant "torch" of `cpu_int8_mm`: torch's product of bytes."""
@@ -128,7 +133,7 @@ def compiled_product(
     if dtype not in FLOATS or group % GROUP_MULTIPLE or group > most:
         return portable(int8_product)(xq, xs, xz, wq, ws, wz, group, dtype)
     kind = "int8" if wq.dtype == torch.int8 else "uint8"
-    return cpu_int8_mm(xq, xs, xz, [], wq, wq.shape[0], ws.contiguous(), wz, False, kind, dtype, None)
+    return cpu_int8_mm(xq, xs, xz, *NO_QUANTIZER, wq, wq.shape[0], ws.contiguous(), wz, False, kind, dtype, None)
 
 
 def numerics_of(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0) -> Numerics:
@@ -143,7 +148,7 @@ def of_rows(xs: Tensor, xz: Tensor | None, m: int) -> tuple[Tensor, Tensor | Non
 
 
 def quantize_rows(
-    x: Tensor, quantizer: list[float], xs: Tensor | None = None, xz: Tensor | None = None
+    x: Tensor, quantizer: Sequence[float], xs: Tensor | None = None, xz: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes, scale, zero_point) of the rows of x (M, K), by a `row_quantizer`, or by a `static_quantizer` with the
     given scale and zero point."""
@@ -165,24 +170,17 @@ def quantize_rows(
 
 
 @functools.cache
-def row_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+def row_quantizer(spec: QuantSpec) -> Fields | None:
     """(low, high, asymmetric, given, smallest scale, largest scale) for a spec with dynamic scales; None if the
     compiled quantizer does not support it."""
     return dynamic_quantizer(spec) if spec.granularity.pattern(2) == (1, -1) else None
 
 
-def dynamic_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
+def dynamic_quantizer(spec: QuantSpec) -> Fields | None:
     """`row_quantizer`, whatever shares a scale."""
     symmetric = spec.mapping is MappingType.SYMMETRIC and not spec.has_zero_point
     asymmetric = spec.mapping is MappingType.ASYMMETRIC and spec.zero_point_domain.name == "INT"
-    if (
-        spec.dtype is not qdtype("int8")
-        or not (symmetric or asymmetric)
-        or not isinstance(spec.scale_rule, MinMaxRule)
-        or spec.rounding is not Rounding.NEAREST_EVEN
-        or spec.scale_dtype not in (None, torch.float32)
-        or not spec.preserve_max_val
-    ):
+    if spec.dtype is not qdtype("int8") or not (symmetric or asymmetric) or not has_default_scales(spec):
         return None
     low, high = spec.code_range
     limits = torch.finfo(torch.float32)
@@ -191,7 +189,7 @@ def dynamic_quantizer(spec: QuantSpec) -> tuple[float, ...] | None:
 
 
 @functools.cache
-def static_quantizer(spec: QuantSpec, kinds: tuple[str, ...] = ("int8",)) -> tuple[float, ...] | None:
+def static_quantizer(spec: QuantSpec, kinds: tuple[str, ...] = ("int8",)) -> Fields | None:
     """`row_quantizer` for a spec of these dtypes whose scale and zero point are given."""
     real_zero = spec.zero_point_domain.is_real and spec.has_zero_point
     if spec.dtype.name not in kinds or real_zero or spec.rounding is not Rounding.NEAREST_EVEN:
@@ -200,16 +198,16 @@ def static_quantizer(spec: QuantSpec, kinds: tuple[str, ...] = ("int8",)) -> tup
     return float(low), float(high), 0.0, 1.0, 0.0, 0.0
 
 
-def activation_of(rows: Tensor, quantized: Any) -> tuple[Tensor, Tensor | None, Tensor | None, list[float]]:
+def activation_of(rows: Tensor, quantized: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Fields]:
     """The first arguments of `cpu_int8_mm` for an input (M, K) of this weight, which is quantized here if the compiled
     quantizer does not support its spec."""
     scheme = quantized.scheme
     static = scheme.spec.static
     quantizer = static_quantizer(scheme.activation) if static else row_quantizer(scheme.activation)
     if quantizer is None:
-        return *quantize_input(rows, quantized), []
+        return *quantize_input(rows, quantized), NO_QUANTIZER
     given = (quantized.act_scale, quantized.act_zero_point) if static else (None, None)
-    return rows, *given, list(quantizer)
+    return rows, *given, quantizer
 
 
 def supports(problem: Problem) -> str | None:
@@ -247,11 +245,13 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     added, bias = split_bias(bias, x, scheme.shape[0])
     is_dense = quantized.scale_scale is None or is_compiling()
     arguments: tuple[Any, ...] = (
-        xq, xs, xz, quantizer, quantized.qdata, scheme.shape[0],
-        quantized.dense_scale() if is_dense else quantized.scale, quantized.zero_point,
-        packed, scheme.weight.dtype.name, x.dtype, added,
+        quantized.qdata, scheme.shape[0], quantized.dense_scale() if is_dense else quantized.scale,
+        quantized.zero_point, packed, scheme.weight.dtype.name, x.dtype, added,
     )  # fmt: skip
-    y = cpu_int8_mm(*arguments) if is_dense else _multiply(*(*arguments, code_values.QuantizedScales.of(quantized)))
-    if not is_compiling() and quantizer:
+    if is_dense:
+        y = cpu_int8_mm(xq, xs, xz, *quantizer, *arguments)
+    else:
+        y = _multiply(xq, xs, xz, quantizer, *(*arguments, code_values.QuantizedScales.of(quantized)))
+    if not is_compiling() and any(quantizer):
         Int8Linear.prepare(quantized)
     return from_rows(y, x, bias)

@@ -35,13 +35,8 @@ def cpu_kv_attention(call: KVAttention) -> Tensor:
     query, compiled, form = call.query, library(), call.form
     _, all_heads, rows, width = query.shape
     heads = call.values[0].shape[1]
-    if (
-        compiled is None
-        or all_heads // heads * rows >= MANY_ROWS
-        or not call.length
-        or not query.numel()
-        or not call.width
-    ):
+    has_elements = call.length and query.numel() and call.width
+    if compiled is None or all_heads // heads * rows >= MANY_ROWS or not has_elements:
         note("kv_attention.dequantized")
         return attend_by_heads(call)
     note(f"kv_attention.{compiled.instruction_set}")

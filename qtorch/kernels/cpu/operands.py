@@ -81,17 +81,12 @@ def numbers_of(spec: QuantSpec, dtype: torch.dtype) -> Numbers | None:
     # As in `choose_qparams_affine_with_min_max`; `quantize_int8_rowwise` has no largest scale.
     largest = min(limits.max, torch.finfo(torch.bfloat16).max / ((high - low + 1) / 2))
     return Numbers(
-        format=FORMATS.get(kind.name, INTEGER),
-        least=low,
-        most=high,
-        bound=(high - low + (not spec.preserve_max_val)) / 2,
-        smallest=max(limits.tiny, spec.eps or 0.0),
+        format=FORMATS.get(kind.name, INTEGER), least=low, most=high,
+        bound=(high - low + (not spec.preserve_max_val)) / 2, smallest=max(limits.tiny, spec.eps or 0.0),
         largest=math.inf if is_int8_rowwise(spec) else largest,
         power=2.0 ** (math.frexp(high)[1] - 1) if scale_dtype is torch.float8_e8m0fnu else 0.0,
-        is_stochastic=spec.rounding is Rounding.STOCHASTIC,
-        storage=kind.storage,
-        block=spec.granularity.pattern(2),
-    )
+        is_stochastic=spec.rounding is Rounding.STOCHASTIC, storage=kind.storage, block=spec.granularity.pattern(2),
+    )  # fmt: skip
 
 
 def readers(*matrices: Tensor) -> Library | None:

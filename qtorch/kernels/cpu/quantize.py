@@ -11,7 +11,7 @@ import torch
 
 from ...primitives import PerRow, QuantSpec, Rounding, ZeroPointDomain, qdtype, slices
 from ..cache_form import CacheForm, Parts, cache_form
-from ..custom_ops import implement, note, opaque, portable
+from ..custom_ops import Name, implement, note, opaque, portable
 from ..ops.quantize import Quantized, quantize_tokens, quantize_weight
 from ..registry import FLOATS
 from . import memory, structs
@@ -39,7 +39,7 @@ def _bounds(form: CacheForm) -> tuple[float, float]:
 
 
 @opaque(_empty_parts)
-def cpu_quantize_tokens(x: torch.Tensor, dtype: str, scale_dtype: torch.dtype) -> list[torch.Tensor]:
+def cpu_quantize_tokens(x: torch.Tensor, dtype: Name, scale_dtype: torch.dtype) -> list[torch.Tensor]:
     """See `quantize_tokens`; dtype is that of values in a `CacheForm`."""
     form, compiled = cache_form(dtype, dtype, 0, scale_dtype), library()
     if compiled is None or x.dtype not in FLOATS or not x.numel():
@@ -69,8 +69,7 @@ def _of_rows(spec: QuantSpec) -> QuantSpec | None:
         type(spec) is not QuantSpec
         or spec.dtype.is_floating_point
         or spec.dtype.storage.itemsize != 1
-        or low < -128
-        or high > 127
+        or not -128 <= low <= high <= 127
         or spec.rounding is not Rounding.NEAREST_EVEN
         or spec.zero_point_domain not in (ZeroPointDomain.INT, ZeroPointDomain.NONE)
     ):
@@ -81,28 +80,22 @@ def _of_rows(spec: QuantSpec) -> QuantSpec | None:
 @implement("quantize_weight", "cpu")
 def _quantize_weight(weight: torch.Tensor, spec: QuantSpec) -> Quantized:
     rows, block, compiled = _of_rows(spec), spec.block_size(weight.shape), library()
-    if (
-        rows is None
-        or compiled is None
-        or weight.dtype not in FLOATS
-        or not slices.is_plain_on_cpu(weight)
-        or not weight.numel()
-        or any(size != 1 for size in block[:-1])
-    ):
+    readable = weight.dtype in FLOATS and slices.is_plain_on_cpu(weight) and weight.numel() > 0
+    if rows is None or compiled is None or not readable or any(size != 1 for size in block[:-1]):
         note("quantize_weight.torch")
         return portable(quantize_weight)(weight, spec)
     kept, matrix = spec.stored_scale_dtype(weight.dtype), weight.detach().reshape(-1, block[-1])
     chosen = row_quantizer(rows) if kept is torch.float32 else None
     if chosen is not None:
         note(f"quantize_weight.{compiled.instruction_set}")
-        codes, scale, zero_point = quantize_rows(matrix, list(chosen))
+        codes, scale, zero_point = quantize_rows(matrix, chosen)
     else:
         note(f"quantize_weight.{compiled.instruction_set}.codes")
         given = static_quantizer(rows)
         assert given is not None
         scale, zero_point = spec.choose_qparams(weight)
         of_rows = None if zero_point is None else zero_point.reshape(-1, 1)
-        codes = quantize_rows(matrix, list(given), scale.reshape(-1, 1), of_rows)[0]
+        codes = quantize_rows(matrix, given, scale.reshape(-1, 1), of_rows)[0]
     codes = codes.view(spec.dtype.storage).reshape(weight.shape)
     shape = spec.scale_shape(weight.shape)
     if zero_point is not None:

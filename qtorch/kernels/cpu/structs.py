@@ -118,13 +118,11 @@ Cached = declare(
 """src/cached_rows.h. Strides of codes are in bytes, those of scales and zeros in elements."""
 
 Attention = declare(
-    "Attention",
-    ("keys values recent_keys recent_values", Cached),
+    "Attention", ("keys values recent_keys recent_values", Cached),
     ("batch heads group rows tokens recent query query_type query_batch query_head query_row", int),
-    ("out mask mask_type mask_batch mask_head mask_row sinks causal", int),
-    ("scaling softcap", float),
+    ("out mask mask_type mask_batch mask_head mask_row sinks causal", int), ("scaling softcap", float),
     ("threads", int),
-)
+)  # fmt: skip
 """src/attention.h"""
 
 Tokens = declare(

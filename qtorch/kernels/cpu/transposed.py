@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...primitives import CodebookSpec, qdtype
-from ..custom_ops import note, opaque
+from ..custom_ops import Name, note, opaque
 from ..linear import scaled
 from ..linear.codebooks import lut_weight_mm
 from ..linear.weight_only import packed_weight_mm
@@ -24,7 +24,7 @@ from .weight_only import SLICE_BYTES, Dequantized
 @opaque(lambda x, codes, k, *_: x.new_empty(x.shape[0], k))
 def cpu_transposed_mm(
     x: Tensor, codes: Tensor, k: int, scale: Tensor, zero_point: Tensor | None, table: Tensor | None,
-    packed: bool, dtype: str, low: float, high: float, domain: str,
+    packed: bool, dtype: Name, low: float, high: float, domain: Name,
 ) -> Tensor:  # fmt: skip
     """The equation above, (M, K) in the dtype of x.
 

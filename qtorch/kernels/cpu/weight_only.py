@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...primitives import CodebookSpec, Scheme, is_compiling, qdtype
 from ..config import generation
-from ..custom_ops import implement, note, opaque, portable, recording
+from ..custom_ops import Name, implement, note, opaque, portable, recording
 from ..linear import codebooks, scaled
 from ..linear.weight_only import packed_weight_mm
 from ..ops.quantize import error_norms
@@ -158,8 +158,8 @@ class WeightOnlyLinear(CompiledLinear):
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
 def cpu_weight_only_mm(
     x: Tensor, codes: Tensor, n: int,
-    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: str,
-    low: float, high: float, domain: str, bias: Tensor | None,
+    scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: Name,
+    low: float, high: float, domain: Name, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The equation above, (M, N) in the dtype of x.
 
@@ -359,7 +359,7 @@ def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
 def cpu_double_quantized_mm(
     x: Tensor, codes: Tensor, n: int, scale: Tensor, zero_point: Tensor | None, table: Tensor | None,
-    packed: bool, dtype: str, low: float, high: float, domain: str, scale_dtype: str, scale_group: int,
+    packed: bool, dtype: Name, low: float, high: float, domain: Name, scale_dtype: Name, scale_group: int,
     scale_is_positive: bool, scale_scale: Tensor, scale_mean: Tensor | None, zero_point_scale: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import features
-from ..custom_ops import opaque
+from ..custom_ops import Name, opaque
 from ..linear.scaled import INTEGERS, supports_int32
 from ..ops.quantize import quantize_input
 from ..registry import Problem, from_rows, needs_floats, needs_matrix, register, split_bias, to_rows
@@ -15,7 +15,7 @@ from ..registry import Problem, from_rows, needs_floats, needs_matrix, register,
 
 @opaque(lambda x, xs, xz, qdata, columns, ws, kind, dtype, bias: x.new_empty(x.shape[0], qdata.shape[0], dtype=dtype))
 def cuda_block_sparse_mm(
-    x: Tensor, xs: Tensor | None, xz: Tensor | None, qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: str,
+    x: Tensor, xs: Tensor | None, xz: Tensor | None, qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: Name,
     dtype: torch.dtype, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """See `cpu_block_sparse_mm`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import features
-from ..custom_ops import opaque
+from ..custom_ops import Name, opaque
 from ..linear import scaled
 from ..ops.experts import scheme_of_expert
 from ..ops.quantize import quantize_input
@@ -21,8 +21,8 @@ from .weight_only import name_of_numbers, operands, reads_integers, supports_num
 
 @opaque(lambda x, experts, qdata, *_: x.new_empty(experts.numel(), qdata.shape[1]))
 def cuda_experts_mm(
-    x: Tensor, experts: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float,
-    domain: str, numbers: str = "",
+    x: Tensor, experts: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: Name, middle: float,
+    domain: Name, numbers: str = "",
 ) -> Tensor:  # fmt: skip
     """The equation above, x in floating point: (T * R, N) in the dtype of x.
 
@@ -42,7 +42,7 @@ def cuda_experts_mm(
 @opaque(lambda xq, experts, xs, xz, qdata, *rest: xq.new_empty(experts.numel(), qdata.shape[1], dtype=rest[-1]))
 def cuda_experts_int8_mm(
     xq: Tensor, experts: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None,
-    weight_dtype: str, dtype: torch.dtype,
+    weight_dtype: Name, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The equation above with both operands in codes; the equation and the bits of `int8_grouped_mm`.
 
@@ -61,13 +61,8 @@ def _lacks(problem: Problem) -> str | None:
     """Why no kernel of this file takes the weight, or None."""
     shape = problem.scheme.shape
     of_experts = None if len(shape) == 3 else f"takes experts (E, N, K), the weight has shape {shape}"
-    return (
-        features.cuda_lacks("triton")
-        or of_experts
-        or needs_rows(problem)
-        or needs_clear_width(problem)
-        or needs_floats(problem)
-    )
+    lacks = features.cuda_lacks("triton") or of_experts
+    return lacks or needs_rows(problem) or needs_clear_width(problem) or needs_floats(problem)
 
 
 def _supports(problem: Problem) -> str | None:

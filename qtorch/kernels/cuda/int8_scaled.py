@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import features
-from ..custom_ops import implement, note, opaque, portable
+from ..custom_ops import Name, implement, note, opaque, portable
 from ..linear.scaled import supports_int32
 from ..ops import int_matmul, quantize
 from ..ops.int8_grouped_mm import int8_grouped_mm
@@ -23,7 +23,7 @@ _HAS_TRITON = features.cuda_lacks("triton") is None
 
 @opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
 def cuda_int8_mm(
-    xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None, weight_dtype: str,
+    xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor, ws: Tensor, wz: Tensor | None, weight_dtype: Name,
     bias: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """See `int8_grouped_mm`.

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from ...primitives import CodebookSpec, QuantSpec, Scheme, qdtype
-from .. import custom_ops, features, registry
+from .. import features, registry
 from ..cpu import code_values
+from ..custom_ops import Name, opaque
 from ..linear import codebooks
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, from_rows, needs_clear_width, needs_floats, needs_matrix, needs_rows, register, to_rows
 
 
-@custom_ops.opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
+@opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
 def cuda_weight_mm(
-    x: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, middle: float, domain: str,
+    x: Tensor, qdata: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: Name, middle: float, domain: Name,
     bias: Tensor | None, numbers: str = "",
 ) -> Tensor:  # fmt: skip
     """The equation above.
@@ -133,7 +134,7 @@ def cuda_weight_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     return from_rows(y, x, bias)
 
 
-@custom_ops.opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))
+@opaque(lambda x, codes, scale, rotation, bias: x.new_empty(x.shape[0], codes.shape[0]))
 def cuda_vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int, bias: Tensor | None) -> Tensor:
     """`vector_codebook_mm` of linear/codebooks.py, plus bias (N), in the dtype of x, or None."""
     from .triton.vector_codebook_mm import vector_codebook_mm

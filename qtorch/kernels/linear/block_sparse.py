@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...primitives import QDType, ZeroPointDomain, qdtype
 from ...primitives.layouts import can_pack_bits, unpack_codes
-from ..custom_ops import opaque
+from ..custom_ops import Name, opaque
 from ..ops.int8_grouped_mm import int8_grouped_mm
 from ..ops.quantize import dequantize_rows, quantize_input
 from ..ops.weight_only_mm import code_arguments, dequantize_codes, scale_of_slice
@@ -27,7 +27,7 @@ from .scaled import EMULATED, INTEGERS, supports, supports_floats
 @opaque(lambda xq, xs, xz, qdata, columns, ws, kind, dtype: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=dtype))
 def block_sparse_int8_mm(
     xq: Tensor, xs: Tensor, xz: Tensor | None,
-    qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: str, dtype: torch.dtype,
+    qdata: Tensor, columns: Tensor, ws: Tensor, weight_dtype: Name, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """See `int8_grouped_mm`; `qdata` (of `weight_dtype`), `columns` and `ws` are those of `BlockSparseLayout`."""
 
@@ -40,7 +40,7 @@ def block_sparse_int8_mm(
 
 @opaque(lambda x, qdata, *_: x.new_empty(x.shape[0], qdata.shape[0]))
 def block_sparse_weight_mm(
-    x: Tensor, qdata: Tensor, columns: Tensor, scale: Tensor, dtype: str, low: float, high: float
+    x: Tensor, qdata: Tensor, columns: Tensor, scale: Tensor, dtype: Name, low: float, high: float
 ) -> Tensor:
     """The equation without bias, for an input (M, K) that is not quantized, in its dtype; the codes are of `dtype`, a
     `QDType` name, and between `low` and `high`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...primitives import qdtype
 from ...primitives.layouts.packed import RowsInSlices
-from ..custom_ops import opaque
+from ..custom_ops import Name, opaque
 from ..ops import block_mm, int_matmul
 from ..ops.int8_grouped_mm import WEIGHT_SLICE, fusible_int8_mm, int8_grouped_mm
 from ..ops.quantize import dequantize_rows, quantize_input, quantize_rows
@@ -65,7 +65,7 @@ def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> T
 @opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
 def packed_int8_mm(
     xq: Tensor, xs: Tensor, xz: Tensor | None, qdata: Tensor,
-    ws: Tensor, wz: Tensor | None, weight_dtype: str, dtype: torch.dtype,
+    ws: Tensor, wz: Tensor | None, weight_dtype: Name, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """See `int8_grouped_mm`; `qdata` is uint8, (N, K) codes of `weight_dtype`, a `QDType` name, packed by row."""
     kind, k = qdtype(weight_dtype), xq.shape[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...primitives import ZeroPointDomain, qdtype
 from ...primitives.layouts.semi_sparse import decompress_cusparselt, unpack_2_4
-from ..custom_ops import opaque
+from ..custom_ops import Name, opaque
 from ..ops import int8_grouped_mm, int_matmul, quantize, weight_only_mm
 from ..registry import from_rows, needs_matrix, register, to_rows
 from .scaled import EMULATED, multiply_int8_slices, supports_rows
@@ -56,7 +56,7 @@ def _reader(qdata: Tensor, n: int, k: int, dtype: torch.dtype) -> Callable[[int,
 
 
 @opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
-def semi_sparse_weight_mm(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Tensor, dtype: str) -> Tensor:
+def semi_sparse_weight_mm(x: Tensor, qdata: Tensor, n: int, axis: int, scale: Tensor, dtype: Name) -> Tensor:
     """The equation above without bias, for an input that is not quantized: (M, N) in the dtype of x, in which the
     product runs.
 

@@ -30,7 +30,7 @@ def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) 
 @custom_ops.opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))
 def packed_weight_mm(
     x: Tensor, qdata: Tensor, n: int, axis: int,
-    scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str,
+    scale: Tensor, zero_point: Tensor | None, dtype: custom_ops.Name, low: float, high: float, domain: custom_ops.Name,
 ) -> Tensor:  # fmt: skip
     """`weight_only_mm` of codes (N, K) that are packed along `axis`, -1 or -2, as uint8."""
     kind, k = qdtype(dtype), x.shape[1]

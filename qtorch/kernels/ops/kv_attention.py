@@ -16,7 +16,7 @@ from torch import Tensor
 from ...primitives import LinearSpec, Scheme
 from ...primitives.layouts import smallest_layout
 from ..cache_form import CacheForm, cache_form
-from ..custom_ops import by_device, opaque
+from ..custom_ops import Name, by_device, opaque
 from ..registry import FLOATS, REFERENCE, Problem, lookup, register
 
 FOLDED_ROWS = 16  # up to so many tokens, queries of a head become rows of one matrix: a mask is repeated for them
@@ -59,7 +59,7 @@ class KVAttention(NamedTuple):
 def kv_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], recent: Sequence[Tensor],
     length: Tensor | None, mask: Tensor | None, sinks: Tensor | None,
-    dtype: str, value_dtype: str, block: int, width: int, scaling: float, softcap: float, causal: bool,
+    dtype: Name, value_dtype: Name, block: int, width: int, scaling: float, softcap: float, causal: bool,
 ) -> Tensor:  # fmt: skip
     """The equation above; the registry chooses the kernel.
 

@@ -119,15 +119,14 @@ def is_absmax_rowwise(spec: QuantSpec) -> bool:
 
 
 def has_default_rows(spec: QuantSpec) -> bool:
-    """Whether scales are per row, from its extremes, in fp32, and codes are rounded to nearest."""
-    return (
-        spec.granularity.pattern(2) == (1, -1)
-        and isinstance(spec.scale_rule, MinMaxRule)
-        and spec.rounding is Rounding.NEAREST_EVEN
-        and spec.scale_dtype in (None, torch.float32)
-        and spec.eps is None
-        and spec.preserve_max_val
-    )
+    """`has_default_scales`, one for each row."""
+    return spec.granularity.pattern(2) == (1, -1) and spec.eps is None and has_default_scales(spec)
+
+
+def has_default_scales(spec: QuantSpec) -> bool:
+    """Whether scales are from the extremes, in fp32, and codes are rounded to nearest."""
+    nearest, in_fp32 = spec.rounding is Rounding.NEAREST_EVEN, spec.scale_dtype in (None, torch.float32)
+    return nearest and in_fp32 and isinstance(spec.scale_rule, MinMaxRule) and spec.preserve_max_val
 
 
 @by_device

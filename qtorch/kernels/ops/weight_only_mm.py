@@ -79,8 +79,9 @@ LARGE = 2.0**64  # beyond it, products of the input with codes that are not scal
 
 @custom_ops.opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
 def weight_only_mm(
-    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: str, low: float, high: float, domain: str
-) -> Tensor:
+    x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None,
+    dtype: custom_ops.Name, low: float, high: float, domain: custom_ops.Name,
+) -> Tensor:  # fmt: skip
     """The equation above without bias, (M, N) in the dtype of x.
 
     Args:

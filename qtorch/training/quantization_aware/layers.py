@@ -238,12 +238,9 @@ def _static(spec: LinearSpec, scale: Tensor, zero_point: Tensor | None) -> tuple
         if activation.dtype.quant_min <= low - shift and high - shift <= activation.dtype.quant_max:
             zero_point = None
             activation = replace(
-                activation,
-                mapping=MappingType.SYMMETRIC,
-                zero_point_domain=ZeroPointDomain.NONE,
-                quant_min=low - shift,
-                quant_max=high - shift,
-            )
+                activation, mapping=MappingType.SYMMETRIC, zero_point_domain=ZeroPointDomain.NONE,
+                quant_min=low - shift, quant_max=high - shift,
+            )  # fmt: skip
     return replace(spec, activation=activation), {"act_scale": scale, "act_zero_point": zero_point}
 
 

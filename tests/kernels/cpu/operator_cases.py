@@ -2,8 +2,9 @@
 
 import torch
 
+from qtorch.kernels import custom_ops
 from qtorch.kernels.cpu.embedding import cpu_embedding
-from qtorch.kernels.cpu.int8_linear import cpu_int8_mm
+from qtorch.kernels.cpu.int8_linear import NO_QUANTIZER, cpu_int8_mm
 from qtorch.kernels.cpu.low_rank import cpu_low_rank_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 from qtorch.kernels.ops.kv_attention import float_attention
@@ -13,6 +14,12 @@ DYNAMIC = [-127.0, 127.0, 0.0, 0.0, torch.finfo(torch.float32).tiny, 1e30]
 ASYMMETRIC = [-128.0, 127.0, 1.0, *DYNAMIC[3:]]
 GIVEN = [-128.0, 127.0, 0.0, 1.0, 0.0, 0.0]
 NUMBERS = torch.Generator().manual_seed(0)
+
+
+def dispatch(operation, *args):
+    """The operator by way of torch's dispatcher, which takes numbers in place of names."""
+    numbers = custom_ops._replaced(args, custom_ops._names_in(operation), custom_ops.number_of)
+    return getattr(torch.ops.qtorch, operation.__name__).default(*numbers)
 
 
 def randn(*shape, dtype=torch.float32):
@@ -31,11 +38,11 @@ def weight_only(x, codes, scale, zero_point, bias=None, n=48, domain="INT", dtyp
 
 
 def int8(x, codes, scale, zero_point, xs=None, xz=None, quantizer=DYNAMIC, bias=None, dtype=torch.float32):
-    return x, xs, xz, quantizer, codes, 48, scale, zero_point, False, "int8", dtype, bias
+    return x, xs, xz, *quantizer, codes, 48, scale, zero_point, False, "int8", dtype, bias
 
 
 def embedding(ids, codes, scale, zero_point, dtype=torch.float32):
-    return ids, codes, [48, 64], scale, zero_point, False, "int8", -128.0, 127.0, "INT", dtype
+    return ids, codes, 48, 64, scale, zero_point, False, "int8", -128.0, 127.0, "INT", dtype
 
 
 def attention(mask=None, dtype=torch.float32, rows=1, softcap=0.0, query=None):
@@ -77,8 +84,8 @@ CALLS = {
         "dynamic, asymmetric": int8(randn(3, 64), *weight(zero_point=True), quantizer=ASYMMETRIC),
         "static": int8(randn(3, 64), *weight(), xs=rows(1), quantizer=GIVEN),
         "static, zero point": int8(randn(3, 64), *weight(), xs=rows(1), xz=rows(1, 3).int(), quantizer=GIVEN),
-        "codes": int8(weight(7)[0], *weight(groups=1), xs=rows(7), quantizer=[]),
-        "codes, zero points": int8(weight(7)[0], *weight(), xs=rows(7), xz=rows(7, 2).int(), quantizer=[]),
+        "codes": int8(weight(7)[0], *weight(groups=1), xs=rows(7), quantizer=NO_QUANTIZER),
+        "codes, zero points": int8(weight(7)[0], *weight(), xs=rows(7), xz=rows(7, 2).int(), quantizer=NO_QUANTIZER),
     }),
     **named(cpu_embedding, {
         "embedding": embedding(torch.tensor([0, 47, 5]), *weight()),
@@ -123,8 +130,8 @@ WRONG = {
         "memory of x is gone": (weight_only(resized(X.clone()), CODES, SCALE, None), "memory that was given back"),
     }),
     **named(cpu_int8_mm, {
-        "codes without scales": (int8(CODES[:3], CODES, SCALE, None, quantizer=[]), "needs xs"),
-        "no quantizer": (int8(X, CODES, SCALE, None, quantizer=[]), "quantizer has 6 numbers"),
+        "codes without scales": (int8(CODES[:3], CODES, SCALE, None, quantizer=NO_QUANTIZER), "needs xs"),
+        "no quantizer": (int8(X, CODES, SCALE, None, quantizer=NO_QUANTIZER), "between -128"),
         "no scales are given": (int8(X, CODES, SCALE, None, quantizer=GIVEN), "takes xs"),
         "codes of nine bits": (int8(X, CODES, SCALE, None, quantizer=[-256.0, 255.0, *DYNAMIC[2:]]), "between -128"),
         "bounds are NaN": (int8(X, CODES, SCALE, None, quantizer=[float("nan")] * 6), "between -128"),

@@ -9,9 +9,10 @@ from torch.nn import functional
 from qtorch import AffineQuantizedTensor, LinearSpec, MappingType, PackedLayout, PerBlock, PerGroup, PerRow, PlainLayout
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library
+from qtorch.kernels.cpu.embedding import cpu_embedding
 from qtorch.primitives import QuantSpec, ZeroPointDomain
 from tests import fast_part, rounding
-from tests.kernels.cpu import builds, test_linear
+from tests.kernels.cpu import builds, operator_cases, test_linear
 from tests.kernels.quantized_weights import ASYMMETRIC
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -93,7 +94,7 @@ def test_torch_operators_give_the_same(name):
     ids = torch.randint(0, 30, (4, 7))
     assert rounding.same_bits(compiled(ids), weight.dequantize()[ids])
     with compiled_library.use(None), record_kernels() as ran:
-        rows = torch.ops.qtorch.cpu_embedding(*arguments(ids.reshape(-1), weight))
+        rows = operator_cases.dispatch(cpu_embedding, *arguments(ids.reshape(-1), weight))
     assert ran == ["cpu_embedding", "cpu_embedding.torch"]
     assert rounding.same_bits(rows, weight.dequantize()[ids.reshape(-1)])
 
@@ -103,7 +104,7 @@ def arguments(ids: torch.Tensor, weight: AffineQuantizedTensor) -> tuple[object,
     spec = scheme.weight
     numerics = (spec.dtype.name, *map(float, spec.code_range), spec.zero_point_domain.name, scheme.dtype)
     packed = scheme.layout.packed_axis is not None
-    return ids, weight.qdata, scheme.shape, weight.scale, weight.zero_point, packed, *numerics
+    return ids, weight.qdata, *scheme.shape, weight.scale, weight.zero_point, packed, *numerics
 
 
 def test_what_is_left_to_torch_operators():

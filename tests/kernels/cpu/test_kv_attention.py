@@ -127,13 +127,11 @@ def test_wrong_tensors_are_refused():
     for change, message in (
         ({"keys": [codes[:, :, :7], scale]}, "codes of the keys must be"),
         ({"keys": [codes, scale.double()]}, "scale of the keys must be"),
-        ({"keys": [codes]}, "keys are codes, scale"),
-        ({"query": call.query[:, :3]}, "do not fit"),
+        ({"keys": [codes]}, "keys are codes, scale"), ({"query": call.query[:, :3]}, "do not fit"),
         ({"mask": torch.ones(1, 1, 1, 7, dtype=torch.bool)}, "a mask has"),
-        ({"mask": torch.ones(8, dtype=torch.bool)}, "a mask has"),
-        ({"sinks": torch.ones(3)}, "sinks have shape"),
+        ({"mask": torch.ones(8, dtype=torch.bool)}, "a mask has"), ({"sinks": torch.ones(3)}, "sinks have shape"),
         ({"used": torch.ones(1, dtype=torch.int64)}, "a length is one int64"),
-    ):
+    ):  # fmt: skip
         refuses(message, lambda change=change: run(call._replace(**change)))
 
 

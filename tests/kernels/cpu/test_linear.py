@@ -283,7 +283,8 @@ def test_channels_with_the_largest_codes(build, activation, columns):
         xz = xz if activation == "asymmetric" else None
         packed = qtorch.primitives.layouts.packed.pack_codes(codes, qdtype(kind))
         with variants.force("channels"), record_kernels() as ran:
-            y = int8_linear.cpu_int8_mm(xq, xs, xz, [], packed, 37, scale, zero, True, kind, torch.float32, None)
+            about = packed, 37, scale, zero, True, kind, torch.float32, None
+            y = int8_linear.cpu_int8_mm(xq, xs, xz, *int8_linear.NO_QUANTIZER, *about)
         assert ran[-1] == f"cpu_int8_mm.{build}.channels"
         assert torch.equal(y, int8_grouped_mm(xq, xs, xz, codes, scale, zero, torch.float32))
 
@@ -312,7 +313,7 @@ def test_one_row_of_codes(build, rows_of_weight, columns, group):
             x_zero = None if xz is None else torch.full((1, 1), xz, dtype=torch.int32)
             arguments = packed, rows_of_weight, scale, zero, True, kind, torch.float32, None
             with variants.force(variant), record_kernels() as ran:
-                y = int8_linear.cpu_int8_mm(xq, xs, x_zero, [], *arguments)
+                y = int8_linear.cpu_int8_mm(xq, xs, x_zero, *int8_linear.NO_QUANTIZER, *arguments)
             assert ran[-1] == f"cpu_int8_mm.{build}.{variant}"
             assert torch.equal(y, int8_grouped_mm(xq, xs, x_zero, codes, scale, zero, torch.float32))
 

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_cpp_code
 
 import qtorch
 from qtorch.kernels import record_kernels
@@ -14,13 +15,11 @@ from qtorch.kernels.cpu.low_rank import cpu_low_rank_mm
 from qtorch.kernels.cpu.weight_only import cpu_weight_only_mm
 from qtorch.kernels.ops.kv_attention import float_attention
 from tests.kernels.cpu.builds import NEEDS_LIBRARY, run
-from tests.kernels.cpu.operator_cases import CALLS, CODES, SCALE, WRONG, embedding, randn, weight, weight_only
+from tests.kernels.cpu.operator_cases import CALLS, CODES, SCALE, WRONG, dispatch, embedding, randn, weight, weight_only
 
 NEEDS_OPERATORS = pytest.mark.skipif(
     compiled_library.library() is None or not operators.attached(), reason="the operators are not built"
 )
-
-OPS = torch.ops.qtorch
 
 
 def ran_here(function, *args):
@@ -36,13 +35,12 @@ def test_the_same_bits_and_the_same_kernel(case, variant):
     operation, args = CALLS[case]
     if variant == "fixed" and operation is int8_linear.cpu_int8_mm:
         pytest.skip("x is in codes")
-    overload = getattr(OPS, operation.__name__).default
     with variants.force(variant) if variant else torch.no_grad():
         with record_kernels() as wanted:
             y, here = ran_here(operation, *args)
         assert here == 0
         with record_kernels() as ran:
-            other, here = ran_here(overload, *args)
+            other, here = ran_here(dispatch, operation, *args)
     # Python looks why a result is not finite.
     assert here == (1 if "NaN" not in case else 0)
     assert ran == wanted
@@ -76,9 +74,9 @@ def test_compiled_graphs_run_without_python(recipe):
 def test_the_library_and_the_variant_are_those_of_python(build):
     _, args = CALLS["dynamic"]
     with record_kernels() as ran:
-        OPS.cpu_int8_mm(*args)
+        dispatch(int8_linear.cpu_int8_mm, *args)
         with variants.force("tile"):
-            OPS.cpu_int8_mm(*args)
+            dispatch(int8_linear.cpu_int8_mm, *args)
     assert ran[1].startswith(f"cpu_int8_mm.{build}.")
     assert ran[3] == f"cpu_int8_mm.{build}.tile"
 
@@ -86,7 +84,7 @@ def test_the_library_and_the_variant_are_those_of_python(build):
 def passed_on(operation, args):
     """Names of what ran for a call that C++ does not support."""
     with record_kernels() as ran:
-        y, here = ran_here(getattr(OPS, operation.__name__).default, *args)
+        y, here = ran_here(dispatch, operation, *args)
     assert here == 0
     with record_kernels() as wanted:
         assert torch.equal(y, operation(*args))
@@ -118,12 +116,12 @@ def test_python_runs_under_autocast_and_threads_stay_equal(set_threads):
     operation, args = CALLS["weight-only"]
     y = operation(*args)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(OPS.cpu_weight_only_mm(*args), y)
+        assert torch.equal(dispatch(cpu_weight_only_mm, *args), y)
         with variants.force("float"):
-            assert OPS.cpu_weight_only_mm(*args).dtype == torch.float32
+            assert dispatch(cpu_weight_only_mm, *args).dtype == torch.float32
     for count in (1, 2, 3):
         set_threads(count)
-        assert torch.equal(OPS.cpu_weight_only_mm(*args), operation(*args))
+        assert torch.equal(dispatch(cpu_weight_only_mm, *args), operation(*args))
 
 
 @NEEDS_OPERATORS
@@ -133,11 +131,11 @@ def test_a_forked_child_uses_one_thread(set_threads):
     args = weight_only(randn(64, 64), *weight())
     set_threads(2)
     with variants.force("tile"):  # torch's own products do not run in such a child
-        y = OPS.cpu_weight_only_mm(*args)
+        y = dispatch(cpu_weight_only_mm, *args)
         child = os.fork()
         if not child:
             signal.alarm(60)
-            os._exit(0 if torch.equal(OPS.cpu_weight_only_mm(*args), y) else 1)
+            os._exit(0 if torch.equal(dispatch(cpu_weight_only_mm, *args), y) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -147,7 +145,7 @@ def test_wrong_arguments_are_refused(case):
     operation, args, message = WRONG[case]
     before = operators.calls()
     with pytest.raises(ValueError, match=message):
-        getattr(OPS, operation.__name__)(*args)
+        dispatch(operation, *args)
     assert operators.calls() == before
 
 
@@ -155,7 +153,7 @@ def test_wrong_arguments_are_refused(case):
 @pytest.mark.parametrize("wrong", [48, -1, 2**40])
 def test_ids_out_of_range_are_refused(wrong):
     with pytest.raises(IndexError, match=f"index out of range: {wrong}, the table has 48 rows"):
-        OPS.cpu_embedding(*embedding(torch.tensor([0, wrong]), CODES, SCALE, None))
+        dispatch(cpu_embedding, *embedding(torch.tensor([0, wrong]), CODES, SCALE, None))
 
 
 @NEEDS_LIBRARY
@@ -165,9 +163,23 @@ def test_schemas_agree_and_the_path_is_given():
     library = operators._open(path)
     schemas = {schema.partition("(")[0]: f"qtorch::{schema}" for schema in operators._schemas(library)}
     assert schemas == {
-        operation.__name__: str(getattr(OPS, operation.__name__).default._schema)
+        operation.__name__: str(getattr(torch.ops.qtorch, operation.__name__).default._schema)
         for operation in (cpu_weight_only_mm, int8_linear.cpu_int8_mm, cpu_embedding, cpu_low_rank_mm, float_attention)
     }
+
+
+@NEEDS_OPERATORS
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_the_cpp_wrapper_calls_them_by_the_c_abi(recipe):
+    """Calls with texts or lists, which it boxes, take three times as long to compile."""
+    layer = torch.nn.Linear(64, 32).requires_grad_(False)
+    qtorch.quantize_(layer, recipe)
+    x = randn(1, 64)
+    y, code = run_and_get_cpp_code(torch.compile(layer, options={"cpp_wrapper": True}), x)
+    assert torch.equal(y, layer(x))
+    assert 'aoti_torch_call_dispatcher("qtorch::cpu_' in code
+    assert "IValue(" not in code
 
 
 def test_the_table_is_read_as_python_reads_it():
@@ -181,7 +193,7 @@ def test_the_table_is_read_as_python_reads_it():
             for count in (1, 2, 3, 8, 9, 70, 600):
                 variant = variants.choose(found.instruction_set, key, count)
                 with record_kernels() as ran:
-                    OPS.cpu_weight_only_mm(*weight_only(randn(count, 64, dtype=kind), *weight(groups=groups)))
+                    dispatch(cpu_weight_only_mm, *weight_only(randn(count, 64, dtype=kind), *weight(groups=groups)))
                 assert ran == ["cpu_weight_only_mm", f"cpu_weight_only_mm.{found.instruction_set}.{variant}"]
 
 

@@ -106,15 +106,11 @@ def test_arguments_are_checked(device):
     codes, scale = torch.zeros(3, 4, 32, dtype=torch.int8, device=device), torch.ones(3, 4, 1, device=device)
     good = {"x": x, "experts": experts, "qdata": codes, "scale": scale, "zero_point": None}
     refusals(
-        experts_weight_mm,
-        {**good, "dtype": "int8", "middle": 0.0, "domain": "NONE"},
-        ("x", x[0], "x must be a matrix"),
-        ("experts", experts[:1], r"experts must be integers of shape \(T, R\)"),
-        ("experts", experts.float(), "experts must be integers"),
-        ("qdata", codes[0], "must have three axes"),
-        ("qdata", codes[:, :, :31], "qdata must have shape"),
-        ("scale", scale[:2], "scale must have shape"),
-    )
+        experts_weight_mm, {**good, "dtype": "int8", "middle": 0.0, "domain": "NONE"},
+        ("x", x[0], "x must be a matrix"), ("experts", experts[:1], r"experts must be integers of shape \(T, R\)"),
+        ("experts", experts.float(), "experts must be integers"), ("qdata", codes[0], "must have three axes"),
+        ("qdata", codes[:, :, :31], "qdata must have shape"), ("scale", scale[:2], "scale must have shape"),
+    )  # fmt: skip
     xs = torch.ones(2, 1, device=device)
     with pytest.raises(ValueError, match=r"scale must have shape \(N, groups\)"):
         experts_int8_mm(x.to(torch.int8), experts, xs, None, codes, scale[:2], None, "int8", torch.float32)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, BlockSparseLayout, PackedLayout, PerBlock, PerGroup, PerRow, PerTensor
 from qtorch.dtypes import LUTQuantizedTensor
-from qtorch.kernels import record_kernels
+from qtorch.kernels import custom_ops, record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear import reference
 from qtorch.kernels.linear.block_sparse import block_sparse_int8_scaled_mm, block_sparse_weight_only_mm
@@ -43,16 +43,13 @@ FLOAT8 = QuantSpec("float8_e4m3fn", PerGroup(64), zero_point_domain=ZeroPointDom
 EXTRA_SCHEMES = {"float8 tiles": LinearSpec(replace(FLOAT8, granularity=PerBlock((10, 64))), FLOAT8)} | {
     f"{name} {granularity} {activation is not None}": LinearSpec(QuantSpec(name, granularity, mapping), activation)
     for name, granularity, mapping, activation in (
-        ("int2", PerGroup(32), MappingType.SYMMETRIC, None),
-        ("uint5", PerGroup(64), ASYMMETRIC, None),
-        ("int6", PerRow(), MappingType.SYMMETRIC, None),
-        ("uint4", PerRow(), ASYMMETRIC, None),
-        ("int8", PerTensor(), MappingType.SYMMETRIC, None),
-        ("int8", PerGroup(32), MappingType.SYMMETRIC, TOKEN),
+        ("int2", PerGroup(32), MappingType.SYMMETRIC, None), ("uint5", PerGroup(64), ASYMMETRIC, None),
+        ("int6", PerRow(), MappingType.SYMMETRIC, None), ("uint4", PerRow(), ASYMMETRIC, None),
+        ("int8", PerTensor(), MappingType.SYMMETRIC, None), ("int8", PerGroup(32), MappingType.SYMMETRIC, TOKEN),
         ("int3", PerGroup(32), ASYMMETRIC, ASYMMETRIC_TOKEN),
         ("int6", PerRow(), MappingType.SYMMETRIC, ASYMMETRIC_TOKEN),
     )
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", matrix_but((torch.float16,), LEAST))
@@ -129,7 +126,8 @@ def test_operators_are_well_formed_and_compiled(device):
         "cuda_quantize_tilewise": (x, 1, 16, torch.float8_e4m3fn),
         "tile_scaled_mm": (codes, codes, scale, scale, torch.float32),
     }.items():
-        torch.library.opcheck(getattr(torch.ops.qtorch, op).default, arguments)
+        numbers = custom_ops._replaced(arguments, custom_ops._names_in(custom_ops._opaque[op]), custom_ops.number_of)
+        torch.library.opcheck(getattr(torch.ops.qtorch, op).default, tuple(numbers))
     # One graph, with the operators in it as they are.
     spec = LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN)
     of_codes = AffineQuantizedTensor.from_float(torch.randn(8, 64), spec)

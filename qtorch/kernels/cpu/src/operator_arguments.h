@@ -94,14 +94,11 @@ inline Tensor look_at(Handle handle, const char* name) {
 }
 
 // What the schema says an argument is.
-enum class Kind { TENSOR, STRING, LIST, NUMBER };
-
 struct Parameter {
-    Kind kind;
-    bool optional;
+    bool is_tensor, optional;  // else a number
 };
 
-// The parameters of "name(Tensor x, Tensor? y, SymInt n, float[] list, ...) -> Tensor".
+// The parameters of "name(Tensor x, Tensor? y, SymInt n, float low, ...) -> Tensor".
 inline std::vector<Parameter> parameters_of(const std::string& schema) {
     std::vector<Parameter> found;
     size_t at = schema.find('(') + 1, end = schema.find(')');
@@ -109,8 +106,7 @@ inline std::vector<Parameter> parameters_of(const std::string& schema) {
         std::string type = schema.substr(at, schema.find(' ', at) - at);
         bool optional = type.back() == '?';
         if (optional) type.pop_back();
-        Kind kind = type == "Tensor" ? Kind::TENSOR : type == "str" ? Kind::STRING : type.back() == ']' ? Kind::LIST : Kind::NUMBER;
-        found.push_back({kind, optional});
+        found.push_back({type == "Tensor", optional});
         size_t comma = schema.find(", ", at);
         at = comma < end ? comma + 2 : end;
     }
@@ -125,12 +121,9 @@ public:
 
     ~Arguments() {
         for (size_t i = 0; owned_ && i < parameters_.size(); i++) {
-            auto [kind, optional] = parameters_[i];
+            auto [is_tensor, optional] = parameters_[i];
             if (optional && !stack_[i]) continue;
-            auto handle = (Handle)get(i);
-            if (kind == Kind::TENSOR) functions.aoti_torch_delete_tensor_object(handle);
-            if (kind == Kind::STRING) functions.torch_delete_string(handle);
-            if (kind == Kind::LIST) functions.torch_delete_list(handle);
+            if (is_tensor) functions.aoti_torch_delete_tensor_object((Handle)get(i));
             if (optional) delete (Value*)stack_[i];
         }
     }
@@ -148,28 +141,10 @@ public:
     int64_t integer(size_t i) const { return (int64_t)stack_[i]; }
     bool boolean(size_t i) const { return stack_[i] & 1; }
     int64_t type(size_t i) const { return type_of((int32_t)stack_[i]); }
-    double real(size_t i) const { return real_of(stack_[i]); }
 
-    std::string text(size_t i) const {
-        size_t length;
-        const char* data;
-        torch_abi::check(functions.torch_string_length((Handle)stack_[i], &length), "a string");
-        torch_abi::check(functions.torch_string_c_str((Handle)stack_[i], &data), "a string");
-        return {data, length};
-    }
-
-    std::vector<Value> list(size_t i) const {
-        size_t size;
-        torch_abi::check(functions.torch_list_size((Handle)stack_[i], &size), "a list");
-        std::vector<Value> values(size);
-        for (size_t j = 0; j < size; j++)
-            torch_abi::check(functions.torch_list_get_item((Handle)stack_[i], j, &values[j]), "a list");
-        return values;
-    }
-
-    static double real_of(Value value) {
+    double real(size_t i) const {
         double number;
-        memcpy(&number, &value, sizeof number);
+        memcpy(&number, &stack_[i], sizeof number);
         return number;
     }
 

@@ -11,41 +11,54 @@ namespace {
 struct WeightForm {
     int64_t n, k;
     bool packed;
-    std::string dtype, domain;
+    int64_t dtype, domain;  // by `number_of`
     double middle;  // (low + high + 1) / 2
 };
 
-// Domains of zero points: whether they are added to scaled codes; see ZeroPointDomain.
-struct Domain {
-    const char* name;
-    bool adds;
-};
-constexpr Domain DOMAINS[] = {{"INT", false}, {"FLOAT", true}, {"NONE", false}, {"OFFSET", true}, {"FRACTIONAL", false}};
-
-inline const Domain* find_domain(const std::string& name) {
-    for (const Domain& domain : DOMAINS)
-        if (name == domain.name) return &domain;
-    return nullptr;
+// As in ../../custom_ops.py.
+constexpr int64_t number_of(const char* name) {
+    uint32_t number = 0x811C9DC5;
+    for (; *name; name++) number = (number ^ (uint8_t)*name) * 0x01000193;
+    return number;
 }
 
-// Bits of "int4", "uint8", ...; 0 for what is no integer of at most 8 bits.
-inline int64_t bits_of(const std::string& dtype) {
-    size_t digit = dtype.rfind("uint", 0) == 0 ? 4 : dtype.rfind("int", 0) == 0 ? 3 : std::string::npos;
-    bool one = dtype.size() == digit + 1 && dtype[digit] >= '1' && dtype[digit] <= '8';
-    return one ? dtype[digit] - '0' : 0;
+// Domains of zero points: whether they are added to scaled codes; see ZeroPointDomain.
+struct Domain {
+    int64_t number;
+    bool adds;
+};
+constexpr int64_t INT = number_of("INT"), FLOAT = number_of("FLOAT");
+constexpr Domain DOMAINS[] = {
+    {INT, false}, {FLOAT, true}, {number_of("NONE"), false}, {number_of("OFFSET"), true}, {number_of("FRACTIONAL"), false}};
+
+// Integers of at most 8 bits.
+struct Integer {
+    const char* name;
+    int64_t bits, number = number_of(name);
+};
+constexpr Integer INTEGERS[] = {{"int1", 1},  {"int2", 2},  {"int3", 3},  {"int4", 4},  {"int5", 5},  {"int6", 6},
+                                {"int7", 7},  {"int8", 8},  {"uint1", 1}, {"uint2", 2}, {"uint3", 3}, {"uint4", 4},
+                                {"uint5", 5}, {"uint6", 6}, {"uint7", 7}, {"uint8", 8}};
+
+template <class T, size_t N>
+inline const T* find(const T (&all)[N], int64_t number) {
+    for (const T& each : all)
+        if (each.number == number) return &each;
+    return nullptr;
 }
 
 inline std::string shape_of(const WeightForm& form) {
     int64_t shape[] = {form.n, form.k};
-    return "a weight of shape " + shape_text(shape, 2) + " in " + form.dtype;
+    return "a weight of shape " + shape_text(shape, 2) + " in " + find(INTEGERS, form.dtype)->name;
 }
 
 // Whether kernels read these tensors as they lie in memory; `weight` is then theirs. Raises if they are no such weight.
 inline bool read_weight(const Tensor& codes, const Tensor& scale, const Tensor& zero, const WeightForm& form, Weight* weight) {
-    int64_t bits = bits_of(form.dtype), n = form.n, k = form.k;
-    const Domain* domain = find_domain(form.domain);
-    if (!bits || !domain) return false;
-    bool is_signed = form.dtype[0] == 'i';
+    const Integer* integer = find(INTEGERS, form.dtype);
+    const Domain* domain = find(DOMAINS, form.domain);
+    if (!integer || !domain) return false;
+    bool is_signed = integer->name[0] == 'i';
+    int64_t bits = integer->bits, n = form.n, k = form.k;
     int64_t length = form.packed ? (k + 7) / 8 * bits : k, type = form.packed || !is_signed ? UINT8 : INT8;
     if (!codes.has_shape(n, length) || codes.type != type) {
         int64_t wanted[] = {n, length};
@@ -72,7 +85,7 @@ inline bool read_weight(const Tensor& codes, const Tensor& scale, const Tensor& 
     weight->scale_stride = scale.sizes[0] > 1 ? groups : 0;
     weight->zero = zero.data, weight->zero_type = zero ? zero.type : 0;
     weight->zero_is_code = !domain->adds;
-    weight->shift = (is_signed ? 0 : half) - (form.domain == "FLOAT" ? form.middle : 0.0);
+    weight->shift = (is_signed ? 0 : half) - (form.domain == FLOAT ? form.middle : 0.0);
     return true;
 }
 

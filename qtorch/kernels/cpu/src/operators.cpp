@@ -69,8 +69,8 @@ bool weight_only_mm(const Arguments& arguments, const Kernels& kernels, Value* r
     std::vector<char> memory;
     if (!read_input(x, &memory, &call.x) || !is_float(x.type)) return false;
     WeightForm form{arguments.integer(N),     x.sizes[1],
-                    arguments.boolean(PACKED), arguments.text(DTYPE),
-                    arguments.text(DOMAIN_NAME), (arguments.real(LOW) + arguments.real(HIGH) + 1) / 2};
+                    arguments.boolean(PACKED), arguments.integer(DTYPE),
+                    arguments.integer(DOMAIN_NAME), (arguments.real(LOW) + arguments.real(HIGH) + 1) / 2};
     check_bias(bias, x.type, form.n);
     Tensor codes = arguments.tensor(CODES, "codes"), scale = arguments.tensor(SCALE, "scale"), zero = arguments.tensor(ZERO, "zero_point");
     if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
@@ -95,22 +95,21 @@ bool read_rows(const Tensor& given, int64_t type, int64_t m, std::vector<T>* row
     return true;
 }
 
-// How x is quantized; see `row_quantizer` in ../int8.py.
-Quantizer read_quantizer(const std::vector<Value>& values, bool codes, bool given) {
+// How x is quantized; see `row_quantizer` in ../int8_linear.py.
+Quantizer read_quantizer(const Arguments& arguments, size_t first, bool codes, bool given) {
     if (codes) {
         if (!given) refuse("x in int8 codes needs xs, the scales of its rows");
         return {};
     }
-    if (values.size() != 6) refuse("quantizer has 6 numbers for x in floating point, got " + std::to_string(values.size()));
     double numbers[6];
-    for (int i = 0; i < 6; i++) numbers[i] = Arguments::real_of(values[i]);
-    if (!(-128 <= numbers[0] && numbers[0] <= numbers[1] && numbers[1] <= 127)) refuse("a quantizer's codes are between -128 and 127");
+    for (int i = 0; i < 6; i++) numbers[i] = arguments.real(first + i);
+    if (!(-128 <= numbers[0] && numbers[0] < numbers[1] && numbers[1] <= 127)) refuse("a quantizer's codes are between -128 and 127");
     if ((numbers[3] != 0) != given) refuse("a quantizer with given scales takes xs, and only such a one");
     return {(int64_t)numbers[0], (int64_t)numbers[1], numbers[2] != 0, given, numbers[4], numbers[5]};
 }
 
 bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) {
-    enum { X, XS, XZ, QUANTIZER, CODES, N, WS, WZ, PACKED, WEIGHT_DTYPE, DTYPE, BIAS };
+    enum { X, XS, XZ, QUANTIZER, CODES = QUANTIZER + 6, N, WS, WZ, PACKED, WEIGHT_DTYPE, DTYPE, BIAS };
     Tensor x = arguments.tensor(X, "x"), bias = arguments.tensor(BIAS, "bias");
     Tensor xs = arguments.tensor(XS, "xs"), xz = arguments.tensor(XZ, "xz");
     IntCall call;
@@ -118,13 +117,13 @@ bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) 
     if (!read_input(x, &memory, &call.x) || !(is_float(x.type) || x.type == INT8)) return false;
     int64_t m = call.x.rows, type = arguments.type(DTYPE);
     if (!is_float(type)) return false;
-    WeightForm form{arguments.integer(N), x.sizes[1], arguments.boolean(PACKED), arguments.text(WEIGHT_DTYPE), "INT", 0.0};
+    WeightForm form{arguments.integer(N), x.sizes[1], arguments.boolean(PACKED), arguments.integer(WEIGHT_DTYPE), INT, 0.0};
     check_bias(bias, type, form.n);
     Tensor codes = arguments.tensor(CODES, "codes"), scale = arguments.tensor(WS, "ws"), zero = arguments.tensor(WZ, "wz");
     if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
     if (!has_whole_groups(call.weight))
         refuse("takes groups of a multiple of " + std::to_string(AMX_STEP) + ", the weight has " + std::to_string(call.weight.group));
-    call.quantizer = read_quantizer(arguments.list(QUANTIZER), x.type == INT8, (bool)xs);
+    call.quantizer = read_quantizer(arguments, QUANTIZER, x.type == INT8, (bool)xs);
     std::vector<float> scales;
     std::vector<int32_t> zeros;
     if (xz && !xs) refuse("xz needs xs");
@@ -144,16 +143,14 @@ bool int8_mm(const Arguments& arguments, const Kernels& kernels, Value* result) 
 }
 
 bool embedding(const Arguments& arguments, const Kernels& kernels, Value* result) {
-    enum { IDS, CODES, SHAPE, SCALE, ZERO, PACKED, DTYPE, LOW, HIGH, DOMAIN_NAME, OUTPUT_DTYPE };
+    enum { IDS, CODES, N, K, SCALE, ZERO, PACKED, DTYPE, LOW, HIGH, DOMAIN_NAME, OUTPUT_DTYPE };
     Tensor ids = arguments.tensor(IDS, "ids");
-    std::vector<Value> shape = arguments.list(SHAPE);
     if (ids.dim != 1) refuse("ids is a vector, got shape " + ids.text());
-    if (shape.size() != 2) refuse("shape has two sizes, got " + std::to_string(shape.size()));
     int64_t type = arguments.type(OUTPUT_DTYPE);
     if (!is_float(type) || !ids.is_contiguous() || !(ids.type == INT64 || ids.type == INT32)) return false;
-    WeightForm form{(int64_t)shape[0],         (int64_t)shape[1],
-                    arguments.boolean(PACKED), arguments.text(DTYPE),
-                    arguments.text(DOMAIN_NAME), (arguments.real(LOW) + arguments.real(HIGH) + 1) / 2};
+    WeightForm form{arguments.integer(N),      arguments.integer(K),
+                    arguments.boolean(PACKED), arguments.integer(DTYPE),
+                    arguments.integer(DOMAIN_NAME), (arguments.real(LOW) + arguments.real(HIGH) + 1) / 2};
     Tensor codes = arguments.tensor(CODES, "codes"), scale = arguments.tensor(SCALE, "scale"), zero = arguments.tensor(ZERO, "zero_point");
     EmbedCall call;
     if (!read_weight(codes, scale, zero, form, &call.weight)) return false;
@@ -247,18 +244,19 @@ struct Operator {
 
 Operator operators[] = {
     {"qtorch::cpu_weight_only_mm",
-     "cpu_weight_only_mm(Tensor x, Tensor codes, SymInt n, Tensor scale, Tensor? zero_point, bool packed, str dtype, float low, "
-     "float high, str domain, Tensor? bias) -> Tensor",
+     "cpu_weight_only_mm(Tensor x, Tensor codes, SymInt n, Tensor scale, Tensor? zero_point, bool packed, SymInt dtype, float low, "
+     "float high, SymInt domain, Tensor? bias) -> Tensor",
      weight_only_mm,
      nullptr},
     {"qtorch::cpu_int8_mm",
-     "cpu_int8_mm(Tensor x, Tensor? xs, Tensor? xz, float[] quantizer, Tensor codes, SymInt n, Tensor ws, Tensor? wz, bool packed, "
-     "str weight_dtype, ScalarType dtype, Tensor? bias) -> Tensor",
+     "cpu_int8_mm(Tensor x, Tensor? xs, Tensor? xz, float low, float high, float asymmetric, float given, float smallest, "
+     "float largest, Tensor codes, SymInt n, Tensor ws, Tensor? wz, bool packed, SymInt weight_dtype, ScalarType dtype, "
+     "Tensor? bias) -> Tensor",
      int8_mm,
      nullptr},
     {"qtorch::cpu_embedding",
-     "cpu_embedding(Tensor ids, Tensor codes, SymInt[] shape, Tensor scale, Tensor? zero_point, bool packed, str dtype, float low, "
-     "float high, str domain, ScalarType output_dtype) -> Tensor",
+     "cpu_embedding(Tensor ids, Tensor codes, SymInt n, SymInt k, Tensor scale, Tensor? zero_point, bool packed, SymInt dtype, "
+     "float low, float high, SymInt domain, ScalarType output_dtype) -> Tensor",
      embedding,
      nullptr},
     {"qtorch::float_attention",

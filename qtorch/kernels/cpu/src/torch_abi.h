@@ -1,8 +1,8 @@
 // The functions of torch's stable C ABI that operators need, found in the process at run time: the library then loads
 // wherever a compiler has built it, and one build serves every torch since 2.11, where all of these exist.
 //
-// A kernel takes a stack of 64-bit values that it owns: numbers as they are, in the low bytes; handles of tensors, strings
-// and lists; for an optional argument null, or the address of its value, made by `new`. Results replace the arguments.
+// A kernel takes a stack of 64-bit values that it owns: numbers as they are, in the low bytes; handles of tensors;
+// for an optional argument null, or the address of its value, made by `new`. Results replace the arguments.
 #pragma once
 
 #include <dlfcn.h>
@@ -48,12 +48,6 @@ constexpr uint64_t VERSION = 2ull << 56 | 11ull << 48;  // whose conventions the
     F(Status, aoti_torch_empty_strided,                                                                                \
       (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*))                                   \
     F(Status, aoti_torch_delete_tensor_object, (Handle))                                                               \
-    F(Status, torch_string_length, (Handle, size_t*))                                                                  \
-    F(Status, torch_string_c_str, (Handle, const char**))                                                              \
-    F(Status, torch_delete_string, (Handle))                                                                           \
-    F(Status, torch_list_size, (Handle, size_t*))                                                                      \
-    F(Status, torch_list_get_item, (Handle, size_t, Value*))                                                           \
-    F(Status, torch_delete_list, (Handle))                                                                             \
     F(Status, torch_get_num_threads, (uint32_t*))                                                                      \
     F(Status, torch_call_dispatcher, (const char*, const char*, Value*, uint64_t))                                     \
     F(Status, aoti_torch_library_init_fragment, (const char*, const char*, uint32_t, Handle*))                         \
