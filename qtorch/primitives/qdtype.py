@@ -14,7 +14,7 @@ from .jsonable import register_string_reader
 from .rounding import Rounding
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QDType:
     """A quantized element type. Compared by identity: there is one object per name.
 

@@ -186,15 +186,18 @@ class Recipe:
 
     def __str__(self) -> str:
         """The call that makes the recipe, without default arguments and without data."""
-        arguments = []
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            if each.repr and value != each.default:
-                text = (
-                    str(value) if isinstance(value, Recipe) else value.name if isinstance(value, Enum) else repr(value)
-                )
-                arguments.append(f"{each.name}={text}")
-        return f"{self.name}({', '.join(arguments)})"
+        return _call(self)
+
+
+def _call(value: Any) -> str:
+    """How a recipe, or an argument of one, is written, without default arguments and without data."""
+    if type(value) is tuple:
+        return f"({', '.join(map(_call, value))}{',' * (len(value) == 1)})"
+    if not (made := getattr(type(value), "__dataclass_params__", None)) or not made.repr:
+        return value.name if isinstance(value, Enum) else repr(value)
+    given = [(each, getattr(value, each.name)) for each in fields(value) if each.repr]
+    arguments = [f"{each.name}={_call(argument)}" for each, argument in given if argument != each.default]
+    return f"{value.name if isinstance(value, Recipe) else type(value).__name__}({', '.join(arguments)})"
 
 
 def check_float_weight(weight: Tensor) -> None:

@@ -252,6 +252,9 @@ def test_weights_that_no_batch_reaches_and_targets() -> None:
     assert all(layer.calibration.error is not None for layer in report.quantized if layer.calibration)
     assert str(recipe).startswith("calibrated(recipe=int8_static_activation_int8_weight(), rounding=Nearest()")
     assert str(observed(INT8, [], observer=mse(steps=7))).endswith("observer=mse(steps=7))")
+    learn = qtorch.calibration.AutoRound(scale_lr=0.1)
+    steps = "refine=(Descent(), ScaleRefit(), Descent()), scales=ScaleSearch(tokens=32), learn=AutoRound(scale_lr=0.1))"
+    assert str(auto(qtorch.int4_weight_only(), [], learn=learn)).endswith(steps)
 
 
 def test_training_uses_the_same_observers_whose_range_follows_or_stays() -> None:

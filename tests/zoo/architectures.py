@@ -14,6 +14,7 @@ TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2,
 }  # fmt: skip
+IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 5}
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -139,13 +140,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         text_to_text,
     ),
     # vision
-    "vit": Architecture(
-        "ViTForImageClassification",
-        "ViTConfig",
-        {**TEXT, "image_size": 16, "patch_size": 4, "num_labels": 5},
-        image(),
-        False,
-    ),
+    "vit": Architecture("ViTForImageClassification", "ViTConfig", {**TEXT, **IMAGE}, image(), False),
     "convnext": Architecture(
         "ConvNextForImageClassification",
         "ConvNextConfig",

@@ -52,8 +52,7 @@ def compile_generate(
     if model.device.type == "cpu" and model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
         with contextlib.suppress(ValueError):  # a model with attention of its own keeps it
             use_quantized_attention(model)
-    if options is None and model.device.type == "cpu":
-        options = IN_CPP
+    options = IN_CPP if options is None and model.device.type == "cpu" else options
     mode: Any = None if options else "default"  # torch takes one of the two
     config = CompileConfig(fullgraph=False, dynamic=False, mode=mode, options=options or None)
     config._compile_all_devices = True  # type: ignore[assignment]

@@ -25,7 +25,6 @@ from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 from .weight_only import CompiledLinear, Numerics, where_finite
 
 Fields: TypeAlias = tuple[float, float, float, float, float, float]  # of `Quantizer`
-
 NO_QUANTIZER: Fields = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 GROUP_MULTIPLE = 32  # the size of the groups of a weight is a multiple of this
 
