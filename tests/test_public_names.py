@@ -161,16 +161,18 @@ def test_the_garbage_collector_is_as_before(collects: bool) -> None:
     run(f"import gc\n{before}\nimport qtorch\nassert gc.isenabled() is {collects}")
 
 
+WITHOUT_TRITON = (
+    "import os, sys, warnings\n"
+    "os.environ['CUDA_VISIBLE_DEVICES'], sys.modules['triton'] = '', None\n"
+    "warnings.filterwarnings('ignore', 'qtorch: the compiled CPU kernels are not there')\n"
+    "import qtorch, torch\n"
+)
+
+
 def test_works_without_triton_and_without_a_gpu() -> None:
     run(
-        "import os, sys, warnings\n"
-        "warnings.filterwarnings('ignore', 'qtorch: the compiled CPU kernels are not there')\n"
-        "os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
-        "sys.modules['triton'] = None\n"
-        "import qtorch, torch\n"
-        "layer, x = torch.nn.Linear(64, 64), torch.ones(2, 64)\n"
-        "wanted = layer(x)\n"
-        "qtorch.quantize_(layer, qtorch.int8_weight_only())\n"
+        f"{WITHOUT_TRITON}layer, x = torch.nn.Linear(64, 64), torch.ones(2, 64)\n"
+        "wanted = layer(x); qtorch.quantize_(layer, qtorch.int8_weight_only())\n"
         "assert 20 < qtorch.compute_error(wanted, layer(x)) < 70\n"
     )
 
@@ -179,11 +181,7 @@ def test_works_without_triton_and_without_a_gpu() -> None:
 def test_everything_on_cpu_works_without_triton() -> None:
     """Every recipe that serves, one that trains, and a compiled graph."""
     run(
-        "import os, sys, warnings\n"
-        "warnings.filterwarnings('ignore')\n"
-        "os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
-        "sys.modules['triton'] = None\n"
-        "import qtorch, torch\n"
+        f"{WITHOUT_TRITON}warnings.filterwarnings('ignore')\n"
         "from qtorch.training import convert, int8_mixed_precision_training, int8_weight_only_quantized_training\n"
         "from tests.every_recipe import NAMES, make\n"
         "x, linear = torch.ones(2, 256), lambda: torch.nn.Linear(256, 64)\n"

@@ -140,10 +140,7 @@ number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def name_of(number: int) -> str:
     """The `Name` of this number; a `ValueError` if no format has it."""
-    if number not in _names:
-        for name in (*QDTYPES, *ZeroPointDomain.__members__):
-            number_of(name)
-    if number not in _names:
+    if number not in _names and number not in map(number_of, (*QDTYPES, *ZeroPointDomain.__members__)):
         raise ValueError(f"no number format has the number {number}: import the module that registers it")
     return _names[number]
 

@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, compute_error, nf4_weight_only
@@ -292,3 +293,17 @@ NotImplementedError: aten.slice.Tensor is not implemented for the weight of a co
 ValueError: linear: an input of shape (2, 32, 9, 8) does not fit a weight of shape (8, 32, 4, 2)""",  # noqa: E501
     )
     assert repr(weight).startswith("ConvWeight(shape=(8, 32, 4, 2), held as AffineQuantizedTensor(weight int8")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_compilers_are_told_the_strides_of_the_result(name: str) -> None:
+    """Inductor stops where they are others. A kernel or an image of one lies in either order of channels."""
+    for kernel, padding, size in ((1, 0, 8), (1, 1, 1), (4, 1, 5)):
+        weight, wide = quantized(name, 16, 64, kernel, kernel), torch.randn(2, 128, size, size)
+        last = wide.contiguous(memory_format=torch.channels_last)
+        for x in (wide[:, :64], wide[:, :64].contiguous(), last[:, :64], last[:, :64].contiguous()):
+            y = functional.conv2d(x, weight, padding=padding)
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                told = functional.conv2d(mode.from_tensor(x), weight, padding=padding)
+            strides = ([step for step, n in zip(t.stride(), t.shape) if n > 1] for t in (y, told))
+            assert len(set(map(tuple, strides))) == 1

@@ -15,6 +15,9 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 2, "num_key_value_heads": 2,
 }  # fmt: skip
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 5}
+CONVNEXT = {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "num_labels": 5}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+MAMBA2 = {"vocab_size": VOCABULARY, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -79,11 +82,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": _text("Qwen3", head_dim=16),
     "gemma3": _text("Gemma3", config="Gemma3Text", head_dim=16, sliding_window=8),
     "phi3": _text("Phi3"),
-    "gpt2": Architecture(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **SPECIAL},
-    ),
+    "gpt2": Architecture("GPT2LMHeadModel", "GPT2Config", {"vocab_size": VOCABULARY, **GPT2, **SPECIAL}),
     "opt": _text("OPT", ffn_dim=64, word_embed_proj_dim=32, max_position_embeddings=64),
     # mixtures of experts
     "mixtral": _text("Mixtral", num_local_experts=4),
@@ -141,13 +140,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     # vision
     "vit": Architecture("ViTForImageClassification", "ViTConfig", {**TEXT, **IMAGE}, image(), False),
-    "convnext": Architecture(
-        "ConvNextForImageClassification",
-        "ConvNextConfig",
-        {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "num_labels": 5},
-        image(32),
-        False,
-    ),
+    "convnext": Architecture("ConvNextForImageClassification", "ConvNextConfig", CONVNEXT, image(32), False),
     "clip": Architecture(
         "CLIPModel",
         "CLIPConfig",
@@ -180,12 +173,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba": Architecture(
         "MambaForCausalLM", "MambaConfig", {**STATES, "vocab_size": VOCABULARY, "time_step_rank": 16}, generates=False
     ),
-    "mamba2": Architecture(
-        "Mamba2ForCausalLM",
-        "Mamba2Config",
-        {**STATES, **SPECIAL, "vocab_size": 64, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
-        generates=False,
-    ),
+    "mamba2": Architecture("Mamba2ForCausalLM", "Mamba2Config", {**STATES, **SPECIAL, **MAMBA2}, generates=False),
     "recurrent_gemma": _text(
         "RecurrentGemma", generates=False, lru_width=32, attention_window_size=8, num_hidden_layers=3, head_dim=16
     ),

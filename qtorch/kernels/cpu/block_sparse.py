@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...primitives.layouts.packed import can_pack_bits
-from ...primitives.tracing import is_compiling
+from ...primitives.tracing import see_operators
 from ..custom_ops import Name, note, opaque, recording
 from ..linear import scaled
 from ..linear.block_sparse import block_sparse_int8_mm, block_sparse_weight_mm
@@ -89,7 +89,7 @@ def _check_columns(columns: Tensor, n: int, k: int) -> None:
 def _quantized(x: Tensor, quantized: Any) -> Quantized:
     """(codes, scale, zero point) of the rows of x."""
     quantizer = int8_linear.row_quantizer(quantized.scheme.activation)
-    if quantizer is None or is_compiling() or library() is None:
+    if quantizer is None or see_operators() or library() is None:
         return quantize_input(x, quantized)
     return int8_linear.quantize_rows(x, quantizer)
 

@@ -68,8 +68,8 @@ def cpu_weight_only_conv(
     size, last = n * k * x.element_size(), is_channels_last(x)
 
     def ordered(values: Tensor) -> Tensor:
-        """The weight in the order of x, in which torch's result is too."""
-        return from_matrix(values, shape) if last else from_matrix(values, shape).contiguous()
+        """The weight in the order of x, in which torch's result is too; strides say in which a kernel of one is."""
+        return from_matrix(values, shape) if last else from_matrix(values, shape).contiguous().flatten().view(shape)
 
     values = None
     if wanted():
@@ -78,8 +78,9 @@ def cpu_weight_only_conv(
     if values is None:
         values = ordered(made.rows(out=_shared(size).view(x.dtype).view(n, k)) if size <= SHARED_BYTES else made.rows())
     elif not last:  # a copy may have been made for an input in the other order
-        values = values.contiguous()
-    return CONVOLUTIONS[len(stride)](x, values, bias, stride, padding, dilation, groups)
+        values = values.contiguous().flatten().view(shape)
+    y = CONVOLUTIONS[len(stride)](x, values, bias, stride, padding, dilation, groups)
+    return y if last else y.contiguous()  # as `empty_result` says, whatever torch sees in x
 
 
 class ChannelwiseConv(weight.CompiledWeight):
@@ -99,9 +100,10 @@ class ChannelwiseConv(weight.CompiledWeight):
 
     def run(self, x: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
         """y (B, N, *positions)."""
-        values = self._last if is_channels_last(x) else self.values
+        values = self._last if (last := is_channels_last(x)) else self.values
         assert values is not None
-        return CONVOLUTIONS[x.dim() - 2](x, values, bias, stride, padding, dilation, groups)
+        y = CONVOLUTIONS[x.dim() - 2](x, values, bias, stride, padding, dilation, groups)
+        return y if last else y.contiguous()
 
     def conv(
         self, x: Tensor, weight: Any, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...primitives import MappingType, QuantSpec, Rounding, Scheme, is_compiling, qdtype
+from ...primitives.tracing import see_operators
 from ..custom_ops import Name, implement, note, opaque, portable, recording
 from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
@@ -242,7 +243,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None
     added, bias = split_bias(bias, x, scheme.shape[0])
-    is_dense = quantized.scale_scale is None or is_compiling()
+    is_dense = quantized.scale_scale is None or see_operators()
     arguments: tuple[Any, ...] = (
         quantized.qdata, scheme.shape[0], quantized.dense_scale() if is_dense else quantized.scale,
         quantized.zero_point, packed, scheme.weight.dtype.name, x.dtype, added,

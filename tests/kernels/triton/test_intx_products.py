@@ -183,20 +183,18 @@ def test_errors_of_products(device):
     codes, scale = torch.ones(6, 32, dtype=torch.uint8, device=device), torch.ones(6, 2, device=device)
     good = {"x": x, "qdata": codes, "scale": scale, "zero_point": None, "dtype": "uint4", "middle": 8.0}
     refusals(
-        intx_weight_mm,
-        {**good, "domain": "INT", "bias": None},
+        intx_weight_mm, {**good, "domain": "INT", "bias": None},
         ("x", x.long(), r"x must be a matrix of float32 or .* got shape \(2, 64\) of torch.int64"),
         ("x", torch.cat((x, x), 1), r"qdata must have shape \(6, 64\), got \(6, 32\)"),
         ("qdata", codes.view(torch.int8), r"qdata must be a matrix of uint8, got shape \(6, 32\) of torch.int8"),
         ("scale", torch.ones(6, 3, device=device), r"groups dividing K, got \(6, 3\) for N, K = \(6, 64\)"),
         ("scale", torch.ones(5, 2, device=device), r"shape \(N, groups\) or \(1, groups\), .* got \(5, 2\)"),
         ("zero_point", scale[:, :1], r"zero_point must have shape \(6, 2\), got \(6, 1\)"),
-        ("domain", "REAL", "a domain of .* got 'REAL'"),
-        ("bias", scale[0], r"bias must have shape \(6,\), got \(2,\)"),
+        ("domain", "REAL", "a domain of .* got 'REAL'"), ("bias", scale[0], r"bias must have shape \(6,\), got \(2,\)"),
         ("scale", scale.to("meta"), "all tensors must be on one device, got .* scale on meta"),
         ("x", torch._neg_view(x), r"x of shape \(2, 64\) is a lazy negative"),
         ("scale", torch._to_functional_tensor(scale), r"scale of shape \(6, 2\) has no memory"),
-    )
+    )  # fmt: skip
     xq, xs = torch.ones(2, 64, dtype=torch.int8, device=device), torch.ones(2, 1, device=device)
     codes, ws = torch.ones(6, 32, dtype=torch.uint8, device=device), torch.ones(6, 2, device=device)
     of_weight = {"qdata": codes, "ws": ws, "wz": None, "weight_dtype": "int4"}
