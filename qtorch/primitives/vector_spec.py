@@ -69,6 +69,7 @@ _OF_BASES = torch.tensor(BASES, device="cpu", dtype=torch.int8)
 ENTRIES = (_signs().unsqueeze(1) * _OF_BASES.view(2, 1, 16, VECTOR)).reshape(-1, VECTOR)
 """(256, 4) int8: the vector of each byte."""
 
+_WORDS = ENTRIES.view(torch.int32).flatten().tolist()  # numbers, for a compiler takes no tensors of the module
 _KEYS, _BYTES = ENTRIES.view(torch.int32).flatten().sort()
 
 
@@ -101,7 +102,7 @@ def pack_vectors(codes: Tensor, axis: int = -1) -> Tensor:
 def unpack_vectors(packed: Tensor, axis: int = -1) -> Tensor:
     """Inverse of `pack_vectors`: int8."""
     runs = packed.movedim(axis, -1)
-    keys = ENTRIES.to(packed.device).view(torch.int32).flatten()
+    keys = torch.tensor(_WORDS, dtype=torch.int32, device=packed.device)
     codes = keys.index_select(0, runs.reshape(-1).int()).reshape(runs.shape)
     return codes.view(torch.int8).movedim(-1, axis)
 

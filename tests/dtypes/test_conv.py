@@ -10,11 +10,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, compute_error, nf4_weight_only
+from qtorch import AffineQuantizedTensor, compute_error, nf4_weight_only, quantize_
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import conv, record_kernels
 from qtorch.kernels.cpu import compiled_library
 from qtorch.kernels.linear import reference
+from tests import every_recipe
 from tests.dtypes.specs import OTHER_LAYOUTS, SPECS, WEIGHT_ONLY
 from tests.dtypes.specs import quantized as quantized_matrix
 from tests.refusals import message_of
@@ -307,3 +308,11 @@ def test_compilers_are_told_the_strides_of_the_result(name: str) -> None:
                 told = functional.conv2d(mode.from_tensor(x), weight, padding=padding)
             strides = ([step for step, n in zip(t.stride(), t.shape) if n > 1] for t in (y, told))
             assert len(set(map(tuple, strides))) == 1
+
+
+@pytest.mark.parametrize("name", every_recipe.NAMES)
+def test_every_recipe_compiles(name: str) -> None:
+    layer, x = nn.Conv2d(64, 64, 1).requires_grad_(False), torch.randn(2, 64, 5, 5)
+    if not quantize_(layer, every_recipe.make(name, 32), targets="all", on_misfit="skip").quantized:
+        pytest.skip("takes no convolutions")
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
