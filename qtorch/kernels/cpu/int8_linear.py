@@ -62,7 +62,7 @@ def cpu_int8_mm(
         x: (M, K) int8 codes; or fp32, bf16 or fp16, which is quantized here.
         xs, xz: scale and zero point, (M, 1) or (1, 1), of the codes or to quantize x with; None to choose them from
             each row.
-        low, ..., largest: the quantizer of x in floats, see `row_quantizer` and `static_quantizer`; else `NO_QUANTIZER`.
+        low, ..., largest: quantizer of x in floats, see `row_quantizer` and `static_quantizer`; else `NO_QUANTIZER`.
         codes: (N, K) int8 or uint8, or packed along K.
         ws, wz: (N, G), or (1, 1).
         weight_dtype: name of a `QDType`.
