@@ -209,13 +209,10 @@ class _Unit:
         return ModuleError(
             self.name,
             type(self.module).__name__ if self.weight is None else str(self.weight.scheme.spec or type(self.weight)),
-            self.own.error(),
-            self.accumulated.error(),
-            self.weight_sqnr,
+            self.own.error(), self.accumulated.error(), self.weight_sqnr,
             None if self.largest is None else float(self.largest.max() / self.largest.median().clamp(min=1e-30)),
-            self.outside / self.inputs if self.inputs else None,
-            share,
-        )
+            self.outside / self.inputs if self.inputs else None, share,
+        )  # fmt: skip
 
 
 @torch.no_grad()

@@ -145,6 +145,7 @@ def name_of(number: int) -> str:
     return _names[number]
 
 
+@functools.cache
 def _names_in(function: Function) -> tuple[int, ...]:
     """The places of arguments that are a `Name`."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()

@@ -313,6 +313,5 @@ def test_compilers_are_told_the_strides_of_the_result(name: str) -> None:
 @pytest.mark.parametrize("name", every_recipe.NAMES)
 def test_every_recipe_compiles(name: str) -> None:
     layer, x = nn.Conv2d(64, 64, 1).requires_grad_(False), torch.randn(2, 64, 5, 5)
-    if not quantize_(layer, every_recipe.make(name, 32), targets="all", on_misfit="skip").quantized:
-        pytest.skip("takes no convolutions")
+    assert quantize_(layer, every_recipe.make(name, 32), targets="all").quantized
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))

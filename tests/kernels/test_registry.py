@@ -22,6 +22,7 @@ from qtorch.primitives.layouts.packed import pack_codes
 from qtorch.primitives.layouts.semi_sparse import pack_2_4
 from qtorch.primitives.qdtype import QDTYPES
 from tests.kernels.cpu.builds import run
+from tests.kernels.cpu.operator_cases import dispatched
 from tests.refusals import refuses
 
 
@@ -288,8 +289,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("name, arguments", [(name, arguments) for name, *arguments in ARGUMENTS])
 def test_operators_are_well_formed(name, arguments):
-    numbers = custom_ops._replaced(arguments, custom_ops._names_in(_opaque[name]), custom_ops.number_of)
-    torch.library.opcheck(getattr(torch.ops.qtorch, name).default, tuple(numbers))
+    torch.library.opcheck(*dispatched(name, arguments))
 
 
 def test_names_have_numbers(monkeypatch):

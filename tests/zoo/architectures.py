@@ -17,13 +17,14 @@ TEXT: dict[str, Any] = {
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 5}
 CONVNEXT = {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "num_labels": 5}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-T5 = {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 2, "decoder_start_token_id": 0}
+T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 MAMBA2 = {"vocab_size": VOCABULARY, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CLIP = {
-    "text_config": {**TEXT, "max_position_embeddings": 16, **SPECIAL}, "vision_config": {**TEXT, **IMAGE},
+    "text_config": {**TEXT, "max_position_embeddings": 16, **SPECIAL},
+    "vision_config": {**TEXT, "image_size": 16, "patch_size": 4},
     "projection_dim": 16,
-}  # fmt: skip
+}
 
 
 def tokens(length: int = 12) -> Tensor:
@@ -128,12 +129,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "nomic_bert": _encoder("NomicBert", max_position_embeddings=64),
     # encoder-decoders
-    "t5": Architecture(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"vocab_size": VOCABULARY, **T5, "d_ff": 64, "num_heads": 2},
-        text_to_text,
-    ),
+    "t5": Architecture("T5ForConditionalGeneration", "T5Config", {**T5, "decoder_start_token_id": 0}, text_to_text),
     "bart": Architecture(
         "BartForConditionalGeneration",
         "BartConfig",

@@ -69,18 +69,21 @@ def cpu_weight_only_conv(
 
     def ordered(values: Tensor) -> Tensor:
         """The weight in the order of x, in which torch's result is too; strides say in which a kernel of one is."""
-        return from_matrix(values, shape) if last else from_matrix(values, shape).contiguous().flatten().view(shape)
+        return values if last else values.contiguous().flatten().view(shape)
 
-    values = None
-    if wanted():
-        values = float_copy((codes, scale, zero_point), x.dtype, lambda: ordered(made.rows()), size)
+    make = lambda: ordered(from_matrix(made.rows(), shape))  # noqa: E731
+    values = float_copy((codes, scale, zero_point), x.dtype, make, size) if wanted() else None
     note(f"cpu_weight_only_conv.{'float_copy' if values is not None else 'torch'}")
     if values is None:
-        values = ordered(made.rows(out=_shared(size).view(x.dtype).view(n, k)) if size <= SHARED_BYTES else made.rows())
-    elif not last:  # a copy may have been made for an input in the other order
-        values = values.contiguous().flatten().view(shape)
-    y = CONVOLUTIONS[len(stride)](x, values, bias, stride, padding, dilation, groups)
-    return y if last else y.contiguous()  # as `empty_result` says, whatever torch sees in x
+        rows = made.rows(out=_shared(size).view(x.dtype).view(n, k)) if size <= SHARED_BYTES else made.rows()
+        values = from_matrix(rows, shape)
+    return _convolve(x, ordered(values), bias, stride, padding, dilation, groups)  # a copy may be in the other order
+
+
+def _convolve(x: Tensor, values: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """By torch, in the order that `empty_result` says, whatever torch sees in the strides of x."""
+    y = CONVOLUTIONS[x.dim() - 2](x, values, bias, *options)
+    return y if is_channels_last(x) else y.contiguous()
 
 
 class ChannelwiseConv(weight.CompiledWeight):
@@ -100,10 +103,9 @@ class ChannelwiseConv(weight.CompiledWeight):
 
     def run(self, x: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
         """y (B, N, *positions)."""
-        values = self._last if (last := is_channels_last(x)) else self.values
+        values = self._last if is_channels_last(x) else self.values
         assert values is not None
-        y = CONVOLUTIONS[x.dim() - 2](x, values, bias, stride, padding, dilation, groups)
-        return y if last else y.contiguous()
+        return _convolve(x, values, bias, stride, padding, dilation, groups)
 
     def conv(
         self, x: Tensor, weight: Any, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int

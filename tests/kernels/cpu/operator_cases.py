@@ -16,10 +16,16 @@ GIVEN = [-128.0, 127.0, 0.0, 1.0, 0.0, 0.0]
 NUMBERS = torch.Generator().manual_seed(0)
 
 
+def dispatched(name, args):
+    """The overload of an operator, and these arguments as torch's dispatcher takes them: numbers in place of names."""
+    numbers = custom_ops._replaced(args, custom_ops._names_in(custom_ops._opaque[name]), custom_ops.number_of)
+    return getattr(torch.ops.qtorch, name).default, tuple(numbers)
+
+
 def dispatch(operation, *args):
-    """The operator by way of torch's dispatcher, which takes numbers in place of names."""
-    numbers = custom_ops._replaced(args, custom_ops._names_in(operation), custom_ops.number_of)
-    return getattr(torch.ops.qtorch, operation.__name__).default(*numbers)
+    """The result of an operator by way of torch's dispatcher."""
+    overload, args = dispatched(operation.__name__, args)
+    return overload(*args)
 
 
 def randn(*shape, dtype=torch.float32):

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from qtorch import AffineQuantizedTensor, BlockSparseLayout, PackedLayout, PerBlock, PerGroup, PerRow, PerTensor
 from qtorch.dtypes import LUTQuantizedTensor
-from qtorch.kernels import custom_ops, record_kernels
+from qtorch.kernels import record_kernels
 from qtorch.kernels.cuda.launch_config import LaunchConfig, forced
 from qtorch.kernels.linear import reference
 from qtorch.kernels.linear.block_sparse import block_sparse_int8_scaled_mm, block_sparse_weight_only_mm
@@ -24,6 +24,7 @@ from qtorch.primitives import (
 )
 from tests import every_recipe
 from tests.fast_part import matrix_but
+from tests.kernels.cpu.operator_cases import dispatched
 from tests.kernels.every_scheme import in_every_layout, weights_of_every_scheme
 from tests.kernels.quantized_weights import ASYMMETRIC, ASYMMETRIC_TOKEN, LEAST, TOKEN
 
@@ -126,8 +127,7 @@ def test_operators_are_well_formed_and_compiled(device):
         "cuda_quantize_tilewise": (x, 1, 16, torch.float8_e4m3fn),
         "tile_scaled_mm": (codes, codes, scale, scale, torch.float32),
     }.items():
-        numbers = custom_ops._replaced(arguments, custom_ops._names_in(custom_ops._opaque[op]), custom_ops.number_of)
-        torch.library.opcheck(getattr(torch.ops.qtorch, op).default, tuple(numbers))
+        torch.library.opcheck(*dispatched(op, arguments))
     # One graph, with the operators in it as they are.
     spec = LinearSpec(QuantSpec("int4", PerGroup(32)), TOKEN)
     of_codes = AffineQuantizedTensor.from_float(torch.randn(8, 64), spec)
