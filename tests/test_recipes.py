@@ -48,7 +48,7 @@ def test_text_and_calls() -> None:
         "\n".join(map(str, made)),
         """\
 int8_weight_only()
-int8_weight_only(scale_rule=MSERule(steps=5, smallest=0.5))
+int8_weight_only(scale_rule=MSERule(steps=5))
 int4_weight_only(group_size=-1, zero_point_domain=FLOAT)
 int8_dynamic_activation_int4_weight(group_size=64, mapping_type=ASYMMETRIC, act_mapping_type=SYMMETRIC)
 uintx_weight_only(dtype=uint3, group_size=32)
