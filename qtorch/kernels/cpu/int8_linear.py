@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ...primitives import MappingType, QuantSpec, Rounding, Scheme, is_compiling, qdtype
+from ...primitives import MappingType, QuantSpec, Rounding, is_compiling, qdtype
 from ...primitives.tracing import see_operators
 from ..custom_ops import Name, implement, note, opaque, portable, recording
 from ..linear import scaled
-from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product, is_at_most
+from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
 from ..ops.int_matmul import int32_terms
 from ..ops.quantize import has_default_scales, quantize_input
 from ..registry import FLOATS, Problem, from_rows, needs_floats, split_bias, to_rows
@@ -218,27 +218,11 @@ def supports(problem: Problem) -> str | None:
     return None if fits else f"takes groups of a multiple of {GROUP_MULTIPLE}, the weight has {group}"
 
 
-def _is_better_fused(scheme: Scheme) -> bool:
-    """Whether a compiled graph is faster with torch's own product, which the compiler fuses with quantization and
-    scales: with a scale per row, where torch multiplies int8 on matrix tiles."""
-    compiled = library()
-    plain = scheme.layout.packed_axis is None and scheme.weight.dtype.storage == torch.int8
-    one_group = scheme.weight.scale_shape(scheme.shape)[1] == 1
-    zero_points = scheme.weight.has_zero_point or scheme.activation.has_zero_point  # type: ignore[union-attr]
-    return compiled is not None and compiled.instruction_set == "amx" and plain and one_group and not zero_points
-
-
-# A constant of the graph, like the choice of the kernel; see `dtypes.linear`.
-_is_better_fused._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 @weight.register_compiled(
     "linear", activation=("int8",), supports=supports, checks_memory=True, advice=variants.advice, name="cpu_int8_mm",
 )  # fmt: skip
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     scheme = quantized.scheme
-    if is_compiling() and _is_better_fused(scheme) and not is_at_most(x.numel(), 16 * x.shape[-1]):
-        return scaled.int8_scaled_mm(x, quantized, bias)
     xq, xs, xz, quantizer = activation_of(to_rows(x), quantized)
     packed = scheme.layout.packed_axis is not None
     added, bias = split_bias(bias, x, scheme.shape[0])

@@ -147,13 +147,15 @@ def of_user() -> Tables:
 
 
 @functools.cache
-def of_values() -> Table:
+def of_values(instruction_set: str) -> Table:
     """Of weights whose codes are no integers, on every machine; nothing else is copied. Tiles multiply in fp32, which
-    is slower than `F.linear` where the processor has products of bf16."""
+    is slower than `F.linear` where the processor has products of bf16, and slower still than matrix tiles."""
     many = "float" if features.cpu_has("bf16") else "tile"
     table: Table = {}
     for dtype, last in (("float32", "tile"), ("bfloat16", many), ("float16", many)):
         table[f"values {dtype}"] = [(8, "dot"), (None, last)]
+        if instruction_set == "amx" and dtype == "bfloat16":
+            table[f"values {dtype}"] = [(2, "dot"), (None, "amx")]
         table[f"units {dtype}"] = [(2, "fixed"), *table[f"values {dtype}"]]  # integers times a unit
         table[f"vectors {dtype}"] = [(2 if dtype == "float32" else 4, "fixed"), *table[f"values {dtype}"]]
     return table
@@ -182,7 +184,7 @@ def _tables(instruction_set: str) -> list[tuple[str, Table]]:
     for tables in (_loaded, read(own) if own else {}, of_user(), read(SHIPPED)):
         of_set = (tables.get(instruction_set) or tables.get(LIKE.get(instruction_set, ""), {})).items()
         found += sorted(of_set, key=lambda item: (item[0] != here, not f"{item[0]} ".startswith(vendor)))
-    return [*found, ("", of_values())]
+    return [*found, ("", of_values(instruction_set))]
 
 
 def advice() -> str | None:

@@ -12,7 +12,7 @@ import qtorch
 from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PerGroup, PerRow, PerToken, PlainLayout
 from qtorch.dtypes.linear import multiply
 from qtorch.kernels import record_kernels
-from qtorch.kernels.cpu import compiled_library, int8_linear, variants, weight_only
+from qtorch.kernels.cpu import int8_linear, variants, weight_only
 from qtorch.kernels.linear import reference
 from qtorch.kernels.ops.int8_grouped_mm import int8_grouped_mm
 from qtorch.primitives import PerTensor, QuantSpec, ZeroPointDomain, compute_error, qdtype
@@ -316,16 +316,3 @@ def test_one_row_of_codes(build, rows_of_weight, columns, group):
                 y = int8_linear.cpu_int8_mm(xq, xs, x_zero, *int8_linear.NO_QUANTIZER, *arguments)
             assert ran[-1] == f"cpu_int8_mm.{build}.{variant}"
             assert torch.equal(y, int8_grouped_mm(xq, xs, x_zero, codes, scale, zero, torch.float32))
-
-
-def test_a_compiler_fuses_around_the_product_of_matrix_tiles(build):
-    layer = torch.nn.Linear(64, 32).requires_grad_(False)
-    qtorch.quantize_(layer, qtorch.int8_dynamic_activation_int8_weight())
-    x = torch.randn(40, 64)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    compiled(x)
-    with record_kernels() as ran:
-        y = compiled(x)
-    assert ran[0] == ("int_matmul" if build == "amx" else "cpu_int8_mm")
-    with compiled_library.use(None):
-        torch.testing.assert_close(y, layer(x))

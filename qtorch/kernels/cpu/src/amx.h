@@ -1,11 +1,11 @@
 // Matrix tiles (AMX): how a process gets them, and the instructions on them.
 #pragma once
 
+#include "simd.h"
+
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include "simd.h"
 
 namespace {
 
@@ -62,4 +62,15 @@ INLINE void multiply_bfloats() {
 }
 
 }  // namespace
+
+#else
+
+namespace {
+
+struct TileConfig {
+    explicit TileConfig(int) {}
+};
+
+}  // namespace
+
 #endif

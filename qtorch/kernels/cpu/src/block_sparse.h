@@ -76,10 +76,8 @@ inline void multiply_blocks_int_tiles(const Weight& w, const Blocks& blocks, int
     IntPanels panels = int_panels(whole, x, threads);
     RowFactors factors(x, panels.count);
     int64_t lanes = factors.lanes, ld = lanes + 16, unit = whole.group, units = blocks.kept * blocks.size / unit;
-    bool summed = has_zeros(w, x), direct = false;
-#if defined(__AMX_INT8__)
-    direct = !w.bits && !w.center;
-#endif
+    bool summed = has_zeros(w, x);
+    const int64_t tile_columns = amx_step(whole);
     auto add = !summed ? add_group<SYMMETRIC> : w.group <= FLOAT_GROUP ? add_group<SMALL> : add_group<LARGE>;
     each_row_of_blocks(w, blocks, y, threads, [&](const Weight& part, const int32_t* columns, const Output& to) {
         static thread_local Scratch code_scratch, scale_scratch, zero_scratch, total_scratch, sum_scratch, group_scratch;
@@ -90,9 +88,7 @@ inline void multiply_blocks_int_tiles(const Weight& w, const Blocks& blocks, int
         float* c = sum_scratch.get<float>(INT_ROWS * ld);
         int32_t* x_sums = group_scratch.get<int32_t>(w.groups * lanes);
         if (summed) gather_sums(w, blocks, columns, panels.sums, lanes, x_sums);
-#if defined(__AMX_INT8__)
-        TileConfig config(amx_step(whole));
-#endif
+        TileConfig config(tile_columns);
         for (int64_t start = 0; start < part.n; start += INT_ROWS) {
             int64_t count = part.n - start < INT_ROWS ? part.n - start : INT_ROWS;
             GroupSums group_sums{total, c, ld, count, scale, zero, w.groups, x_sums, lanes, factors.zero, x.zero ? x.rows : -1};
@@ -101,15 +97,11 @@ inline void multiply_blocks_int_tiles(const Weight& w, const Blocks& blocks, int
                 zeros(part, start + r, zero + r * w.groups);
             }
             for (int64_t i = 0; i < count * ld; i += LANES) store(c + i, broadcast(-0.0f));
-            // Units that are decoded at once; read in place, as in int_tile.h, all of them.
-            bool in_place = direct && count == INT_ROWS;
-            int64_t together = in_place ? units : INT_COLUMNS / unit;
+            int64_t together = INT_COLUMNS / unit;  // units that are decoded at once
             for (int64_t first = 0; first < units; first += together) {
                 int64_t last = first + together < units ? first + together : units, columns_at_once = (last - first) * unit;
-                for (int64_t r = 0; !in_place && r < count; r++)
-                    decode_row(part, start + r, first * unit, columns_at_once, decoded + r * INT_LD);
-                const Code* codes = in_place ? (const Code*)(part.codes + start * part.row_bytes) : decoded;
-                int64_t codes_ld = in_place ? part.row_bytes : INT_LD;
+                for (int64_t r = 0; r < count; r++)
+                    decode_row(part, start + r, first * unit, columns_at_once, tile_columns, decoded, r);
                 // The last panel, with the row of ones, comes first, and then is wanted by all others.
                 auto each_panel = [&](auto body) {
                     for (int64_t p = panels.count; p > 0;) {
@@ -119,7 +111,7 @@ inline void multiply_blocks_int_tiles(const Weight& w, const Blocks& blocks, int
                     }
                 };
                 if (w.groups == 1) {
-                    Columns<Code> all{codes, count, codes_ld, 0, columns_at_once, columns + first, unit};
+                    Columns<Code> all{decoded, count, 0, columns_at_once, columns + first, unit};
                     each_panel([&](int64_t p, int64_t step) {
                         multiply_columns(whole, all, panels, p, step, total + p * LANES, ld, first > 0);
                         if (last == units) add(group_sums, 0, p, step);
@@ -128,7 +120,7 @@ inline void multiply_blocks_int_tiles(const Weight& w, const Blocks& blocks, int
                 }
                 for (int64_t u = first; u < last; u++) {
                     int64_t column = columns[u * unit / blocks.size] * blocks.size + u * unit % blocks.size;
-                    Columns<Code> group{codes + (u - first) * unit, count, codes_ld, column, unit};
+                    Columns<Code> group{decoded + (u - first) * unit * INT_STEP, count, column, unit};
                     each_panel([&](int64_t p, int64_t step) {
                         multiply_columns(whole, group, panels, p, step, total + p * LANES, ld, false);
                         add(group_sums, u, p, step);

@@ -3,7 +3,8 @@
 //     y[m, n] = sum_g scale[n, g] * (sum_{k in g} c[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
 // Codes are exact in bf16, and x is the exact sum of slices that are: three for fp32, two for fp16. Each slice is
-// multiplied in turn. A tile of the weight, 16 rows of 32 codes, is the left operand as it lies in memory.
+// multiplied in turn. A tile of the weight, 16 rows of 32 codes, is the left operand. Tiles of the weight, of x and of c lie one
+// behind the other, so that each is read and written in one piece.
 //
 // For bf16 x the weight is dequantized to bf16 instead, as `dequantize` would, and sums run over all groups.
 #pragma once
@@ -11,12 +12,14 @@
 #if defined(__AMX_BF16__)
 #include "amx.h"
 #include "float_dot.h"
-#include "matrix.h"
+#include "float_tile.h"
 
 namespace {
 
 constexpr int AMX_COLUMNS = 512;  // decoded at a time
-constexpr int AMX_LD = AMX_COLUMNS + 32;
+constexpr int AMX_NEAR = 256;  // of bf16 x multiplied at a time: so many of two panels stay in the nearest cache
+constexpr int AMX_AHEAD = 8;  // rows
+constexpr int BFLOAT_TILE = 16 * AMX_STEP, FLOAT_TILE = 16 * 16;  // numbers in a tile
 
 // The next bf16 slice of 16 numbers; `x` keeps what is left. Truncated, so that huge numbers do not become infinite.
 INLINE __m512i next_slice(Floats& x) {
@@ -28,7 +31,7 @@ INLINE __m512i next_slice(Floats& x) {
 }
 
 // x to panels of 16 rows, [slice][panel][k / 2][row][2] bf16, and the sums of its groups, [group][row].
-inline void bfloat_panels(const Weight& w, const Input& x, int slices, uint16_t* out, float* sums, int64_t threads) {
+inline void slice_panels(const Weight& w, const Input& x, int slices, uint16_t* out, float* sums, int64_t threads) {
     static thread_local Scratch row_scratch;
     int64_t k32 = round_up(w.k, AMX_STEP), panels = (x.rows + 15) / 16, ld = x.stride;
     const float* rows = (const float*)x.data;
@@ -73,45 +76,54 @@ inline void bfloat_panels(const Weight& w, const Input& x, int slices, uint16_t*
     row_scratch.trim();
 }
 
-INLINE void to_bfloat(const int8_t* codes, int64_t count, uint16_t* out) {
-    for (int64_t i = 0; i < count; i += 32) {
-        __m512 low = (__m512)to_floats(widen(codes + i)), high = (__m512)to_floats(widen(codes + i + 16));
-        store(out + i, _mm512_cvtne2ps_pbh(high, low));
+// The same of bf16 x, which is one slice.
+inline void bfloat_panels(const Weight& w, const Input& x, uint16_t* out, int64_t threads) {
+    static thread_local Scratch row_scratch;
+    int64_t k32 = round_up(w.k, AMX_STEP), ld = x.stride;
+    const uint16_t* rows = (const uint16_t*)x.data;
+    if (w.k != k32 || ld % 2) {
+        uint16_t* padded = row_scratch.get<uint16_t>(x.rows * k32);
+        for (int64_t m = 0; m < x.rows; m++) {
+            memcpy(padded + m * k32, rows + m * ld, w.k * 2);
+            memset(padded + m * k32 + w.k, 0, (k32 - w.k) * 2);
+        }
+        rows = padded;
+        ld = k32;
     }
+    to_panels((const int32_t*)rows, ld / 2, x.rows, k32 / 2, (int32_t*)out, threads);
+    row_scratch.trim();
 }
 
-// The same of c * scale + offset.
-INLINE void to_bfloat(const int8_t* codes, int64_t count, float scale, float offset, uint16_t* out) {
-    Floats s = broadcast(scale), o = broadcast(offset);
-    for (int64_t i = 0; i < count; i += 32) {
-        Floats low = fma(to_floats(widen(codes + i)), s, o), high = fma(to_floats(widen(codes + i + 16)), s, o);
-        store(out + i, _mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-    }
+// `count` numbers, 32 of them to each tile of a row, of which `out` is in the first one.
+template <class Number>
+INLINE void to_tiles(int64_t count, uint16_t* out, const Number& number) {
+    for (int64_t i = 0; i < count; i += AMX_STEP)
+        store(out + i * 16, _mm512_cvtne2ps_pbh((__m512)number(i + 16), (__m512)number(i)));
 }
 
-// c (32, 32) += a (32 rows) times two panels of `b`, over `columns`.
-inline void add_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int64_t columns, float* c, int64_t ldc) {
-    load_tile<0>(c, ldc * 4);
-    load_tile<1>(c + 16, ldc * 4);
-    load_tile<2>(c + 16 * ldc, ldc * 4);
-    load_tile<3>(c + 16 * ldc + 16, ldc * 4);
+// c (32, 32) += tiles at `a`, `columns` of 32 rows, times two panels of `b`. Its right half is `right` behind the left one.
+INLINE void add_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int64_t columns, float* c, int64_t right) {
+    load_tile<0>(c, 64);
+    load_tile<1>(c + right, 64);
+    load_tile<2>(c + FLOAT_TILE, 64);
+    load_tile<3>(c + right + FLOAT_TILE, 64);
     for (int64_t k = 0; k < columns; k += AMX_STEP) {
-        load_tile<4>(a + k, AMX_LD * 2);
+        load_tile<4>(a + k * 16, 64);
         load_tile<6>(b + k * 16, 64);
         multiply_bfloats<0, 4, 6>();
-        load_tile<5>(a + 16 * AMX_LD + k, AMX_LD * 2);
+        load_tile<5>(a + 16 * AMX_COLUMNS + k * 16, 64);
         multiply_bfloats<2, 5, 6>();
         load_tile<7>(b + panel + k * 16, 64);
         multiply_bfloats<1, 4, 7>();
         multiply_bfloats<3, 5, 7>();
     }
-    store_tile<0>(c, ldc * 4);
-    store_tile<1>(c + 16, ldc * 4);
-    store_tile<2>(c + 16 * ldc, ldc * 4);
-    store_tile<3>(c + 16 * ldc + 16, ldc * 4);
+    store_tile<0>(c, 64);
+    store_tile<1>(c + right, 64);
+    store_tile<2>(c + FLOAT_TILE, 64);
+    store_tile<3>(c + right + FLOAT_TILE, 64);
 }
 
-// products (32, 32) = sum over slices and `columns` of two tiles at `a` and of the panels at `b`. One panel alone has its
+// products (32, 32) = sum over slices and `columns` of tiles at `a` and of the panels at `b`. One panel alone has its
 // result in two halves, to be added: a product takes three times as long to finish as the next takes to start.
 template <int PANELS>
 void multiply_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int slices, int64_t slice, int64_t columns,
@@ -122,8 +134,8 @@ void multiply_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int sl
     zero_tile<3>();
     int odd = 0;
     for (int64_t k = 0; k < columns; k += AMX_STEP) {
-        load_tile<4>(a + k, AMX_LD * 2);
-        load_tile<5>(a + 16 * AMX_LD + k, AMX_LD * 2);
+        load_tile<4>(a + k * 16, 64);
+        load_tile<5>(a + 16 * AMX_COLUMNS + k * 16, 64);
         for (int s = 0; s < slices; s++) {
             const uint16_t* from = b + s * slice + k * 16;
             load_tile<6>(from, 64);
@@ -142,21 +154,20 @@ void multiply_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int sl
             odd = !odd;
         }
     }
-    store_tile<0>(products, 128);
-    store_tile<1>(products + 16, 128);
-    store_tile<2>(products + 512, 128);
-    store_tile<3>(products + 528, 128);
+    store_tile<0>(products, 64);
+    store_tile<1>(products + 2 * FLOAT_TILE, 64);
+    store_tile<2>(products + FLOAT_TILE, 64);
+    store_tile<3>(products + 3 * FLOAT_TILE, 64);
 }
 
 // c[r] += products[r] * scale[r], PANELS vectors each.
 template <int PANELS>
-INLINE void add_scaled(const float* products, const float* scale, int64_t groups, float* c, int64_t ldc) {
-    for (int r = 0; r < 32; r++) {
-        Floats s = broadcast(scale[r * groups]), left = load<Floats>(products + 32 * r), right = load<Floats>(products + 32 * r + 16);
-        float* to = c + r * ldc;
-        if (PANELS == 1) left += right;
-        store(to, fma(left, s, load<Floats>(to)));
-        if (PANELS == 2) store(to + 16, fma(right, s, load<Floats>(to + 16)));
+INLINE void add_scaled(const float* products, const float* scale, int64_t groups, float* c, int64_t right) {
+    for (int r = 0; r < 32; r++, products += 16, c += 16) {
+        Floats s = broadcast(scale[r * groups]), first = load<Floats>(products), second = load<Floats>(products + 2 * FLOAT_TILE);
+        if (PANELS == 1) first += second;
+        store(c, fma(first, s, load<Floats>(c)));
+        if (PANELS == 2) store(c + right, fma(second, s, load<Floats>(c + right)));
     }
 }
 
@@ -175,59 +186,122 @@ struct BfloatPanels {
 struct AmxBlock {
     const Weight& w;
     const BfloatPanels& x;
-    int64_t rows, ld;      // most rows of the weight; of c
-    int8_t* codes;         // of a row, AMX_COLUMNS
-    uint16_t* tile;        // (rows, AMX_LD)
+    int64_t rows;           // most of the weight, a multiple of 32
+    int8_t* decoded;        // AMX_COLUMNS codes of a row
+    float* numbers;         // the same, dequantized
+    uint16_t* tiles;        // [row / 16][k / 32][row % 16][32]
     float *scale, *offset;  // (rows, groups)
-    float* c;              // (rows, ld): sums, transposed
-    alignas(64) float products[32 * 32];
+    float* c;               // sums, [panel][row][16]
+    alignas(64) float products[4 * FLOAT_TILE];
 
     void read_scales(int64_t start, int64_t count) {
         scales(w, start, scale, count);
         if (x.sums || x.is_bfloat()) offsets(w, start, scale, offset, count);
     }
 
-    // A row of the tile from its codes, dequantized: group by group.
-    INLINE void dequantize_row(int64_t r, GroupEdge at, int64_t columns) {
+    // Codes of up to 4 bits of row `start + r` to bf16 numbers: those of a group are a table of 16, and an instruction looks up 32.
+    INLINE void look_up_row(int64_t start, int64_t r, GroupEdge at, const int8_t* codes, int64_t columns, uint16_t* out) {
+        static thread_local Scratch table_scratch;
+        alignas(64) float integers[16];  // by the lowest bits of a code
+        for (int i = 0; !w.values && i < 16; i++) integers[i] = ((i + w.center) & 15) - w.center;
+        const float* tables = w.values ? tables_of(w, start + r, at, columns, table_scratch) : integers;
         const float *s = scale + r * w.groups, *o = offset + r * w.groups;
-        for (int64_t i = 0, length; i < columns; i += length, at.pass(length)) {
-            length = at.left < columns - i ? at.left : columns - i;
-            to_bfloat(codes + i, length, s[at.group], o[at.group], tile + r * AMX_LD + i);
+        auto numbers = [&, first = at.group](int64_t g) {
+            if (!w.values) return fma(load<Floats>(tables), broadcast(s[g]), broadcast(o[g]));
+            return load<Floats>(tables + (g - first) * w.values_stride) * broadcast(s[g]);
+        };
+        // Of the first 16 codes and of the others.
+        auto table_of = [&](Floats low, Floats high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); };
+        const __m512i low_bits = _mm512_set1_epi16(15), halves = _mm512_inserti64x4(__m512i{}, _mm256_set1_epi16(16), 1);
+        auto look_up_codes = [&](int64_t i, __m512i table) {
+            __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i)));
+            store(out + i * 16, _mm512_permutexvar_epi16(_mm512_or_si512(_mm512_and_si512(code, low_bits), halves), table));
+        };
+        if (has_whole_groups(w)) {
+            each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
+                const Floats of_group = numbers(g);
+                const __m512i table = table_of(of_group, of_group);
+                for (; i < stop; i += AMX_STEP) look_up_codes(i, table);
+            });
+            return;
+        }
+        for (int64_t i = 0; i < columns; i += AMX_STEP) {
+            Floats low = numbers(at.group), high = low;
+            at.pass(16);
+            if (i + 16 < columns) high = numbers(at.group), at.pass(16);
+            look_up_codes(i, table_of(low, high));
         }
     }
 
-    // The tile: columns from k on of rows from `start` on.
-    INLINE void decode_columns(int64_t start, int64_t count, int64_t k, int64_t columns) {
+    // Codes of row `start + r` to bf16 numbers, group by group.
+    INLINE void dequantize_row(int64_t start, int64_t r, GroupEdge at, const int8_t* codes, int64_t columns, uint16_t* out) {
+        bool few = w.values ? w.values_count <= 16 : w.bits && w.bits <= 4;
+        if (few && (has_whole_groups(w) || w.group % 16 == 0)) return look_up_row(start, r, at, codes, columns, out);
+        const float *s = scale + r * w.groups, *o = offset + r * w.groups;
+        // Groups that end within a row of a tile take one more step.
+        if (!has_whole_groups(w) || w.values) {
+            if (w.values) scale_values(w, start + r, at, codes, columns, s, numbers);
+            else each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
+                scale_codes(codes + i, stop - i, s[g], o[g], numbers + i);
+            });
+            return to_tiles(columns, out, [&](int64_t i) { return load<Floats>(numbers + i); });
+        }
+        each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
+            Floats factor = broadcast(s[g]), shift = broadcast(o[g]);
+            to_tiles(stop - i, out + i * 16, [&](int64_t j) { return fma(to_floats(widen(codes + i + j)), factor, shift); });
+        });
+    }
+
+    // The tiles: columns from k on of rows from `start` on.
+    void decode_columns(int64_t start, int64_t count, int64_t k, int64_t columns) {
         const GroupEdge edge(k, w.group);
+        bool direct = !w.bits && !w.center && !w.vectors && columns % AMX_STEP == 0;
         for (int64_t r = 0; r < count; r++) {
-            prefetch_codes(w, start + r, k + columns, AMX_COLUMNS);
-            decode(w, start + r, k, columns, codes);
-            memset(codes + columns, 0, AMX_STEP);
-            if (x.is_bfloat()) dequantize_row(r, edge, columns);
-            else to_bfloat(codes, columns, tile + r * AMX_LD);
+            prefetch_ahead(start, count, k, columns, r + AMX_AHEAD);
+            uint16_t* out = tiles + r / 16 * 16 * AMX_COLUMNS + r % 16 * AMX_STEP;
+            const int8_t* codes = direct ? (const int8_t*)w.codes + (start + r) * w.row_bytes + k : decoded;
+            if (!direct) decode(w, start + r, k, columns, decoded);
+            if (x.is_bfloat()) dequantize_row(start, r, edge, codes, columns, out);
+            else to_tiles(columns, out, [&](int64_t i) { return to_floats(widen(codes + i)); });
+            // What is behind the end of the row may stand for an infinity.
+            int64_t rest = columns % AMX_STEP;
+            if (rest) memset(out + (columns - rest) * 16 + rest, 0, (AMX_STEP - rest) * 2);
         }
     }
 
-    // 32 rows, `length` columns that have one scale, and one or two panels of x: added to c.
-    template <int PANELS>
-    INLINE void multiply_block(const uint16_t* a, const uint16_t* b, int64_t length, const float* s, float* to) {
-        const float one = 1;
-        if (PANELS == 2 && x.is_bfloat()) return add_bfloat(a, b, x.panel, length, to, ld);
-        multiply_bfloat<PANELS>(a, b, x.panel, x.slices, x.slice, length, products);
-        if (x.is_bfloat()) add_scaled<PANELS>(products, &one, 0, to, ld);
-        else add_scaled<PANELS>(products, s, w.groups, to, ld);
+    // Prefetches row r of these, or what is behind them: more columns of the same rows, or rows of the task that mostly follows.
+    INLINE void prefetch_ahead(int64_t start, int64_t count, int64_t k, int64_t columns, int64_t r) const {
+        bool more = k + columns < w.k;
+        int64_t row = r < count || !more ? start + r : start + r - count, column = r < count ? k : more ? k + columns : 0;
+        if (row >= w.n) return;
+        prefetch_codes(w, row, column, AMX_COLUMNS);
+        if (!w.values_stride) return;
+        const int64_t table = w.values_stride * size_of(w.values_type), first = (uint32_t)column / (uint32_t)w.group;
+        const char* tables = (const char*)w.values + (row * w.groups + first) * table;
+        for (int64_t i = 0; i < AMX_COLUMNS / w.group * table; i += 64) prefetch(tables + i);
     }
 
-    // The tile times one or two panels of x from p on: a group at a time, or all columns where scales are in the tile.
+    // One or two panels of x from p on times the tiles of all rows, added to c: a group at a time, or so many columns as stay
+    // in the nearest cache where scales are in the tiles.
     template <int PANELS>
     INLINE void multiply_panels(int64_t p, int64_t count, int64_t k, int64_t columns) {
         const uint16_t* b = x.values + p * x.panel + k * 16;
-        GroupEdge at(k, w.group);
+        const int64_t right = rows * 16;
+        const float one = 1;
+        GroupEdge at(k, !x.is_bfloat() ? w.group : PANELS == 2 ? AMX_NEAR : AMX_COLUMNS);
         for (int64_t i = 0, length; i < columns; i += length, at.pass(length)) {
-            length = x.is_bfloat() || at.left > columns - i ? columns - i : at.left;
-            for (int64_t r = 0; r < count; r += 32)
-                multiply_block<PANELS>(tile + r * AMX_LD + i, b + i * 16, length, scale + r * w.groups + at.group,
-                                       c + r * ld + p * 16);
+            length = at.left > columns - i ? columns - i : at.left;
+            for (int64_t r = 0; r < count; r += 32) {
+                const uint16_t *a = tiles + r * AMX_COLUMNS + i * 16, *from = b + i * 16;
+                float* to = c + p * right + r * 16;
+                if (PANELS == 2 && x.is_bfloat()) {
+                    add_bfloat(a, from, x.panel, length, to, right);
+                    continue;
+                }
+                multiply_bfloat<PANELS>(a, from, x.panel, x.slices, x.slice, length, products);
+                if (x.is_bfloat()) add_scaled<PANELS>(products, &one, 0, to, right);
+                else add_scaled<PANELS>(products, scale + r * w.groups + at.group, w.groups, to, right);
+            }
         }
     }
 
@@ -238,12 +312,13 @@ struct AmxBlock {
     }
 
     void add_offsets(int64_t count) {
-        for (int64_t r = 0; r < count; r++) {
-            for (int64_t m = 0; m < ld; m += 16) {
-                Floats total = load<Floats>(c + r * ld + m);
+        for (int64_t p = 0; p < x.panels; p++) {
+            float* to = c + p * rows * 16;
+            for (int64_t r = 0; r < count; r++, to += 16) {
+                Floats total = load<Floats>(to);
                 for (int64_t g = 0; g < w.groups; g++)
-                    total = fma(broadcast(offset[r * w.groups + g]), load<Floats>(x.sums + g * ld + m), total);
-                store(c + r * ld + m, total);
+                    total = fma(broadcast(offset[r * w.groups + g]), load<Floats>(x.sums + (g * x.panels + p) * 16), total);
+                store(to, total);
             }
         }
     }
@@ -251,7 +326,7 @@ struct AmxBlock {
     // c for `count` rows of the weight from `start` on.
     void multiply(int64_t start, int64_t count) {
         read_scales(start, count);
-        memset(c, 0, rows * ld * 4);
+        memset(c, 0, rows * x.panels * 64);
         for (int64_t k = 0; k < w.k; k += AMX_COLUMNS) {
             int64_t columns = w.k - k < AMX_COLUMNS ? w.k - k : AMX_COLUMNS;
             decode_columns(start, count, k, columns);
@@ -267,20 +342,22 @@ inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64
     int64_t m16 = round_up(x.rows, 16), panel = round_up(w.k, AMX_STEP) * 16, slice = m16 / 16 * panel;
     uint16_t* packed = panel_scratch.get<uint16_t>(slices * slice);
     float* sums = w.has_offset() && slices > 1 ? group_scratch.get<float>(w.groups * m16) : nullptr;
-    bfloat_panels(w, x, slices, packed, sums, threads);
+    if (slices == 1) bfloat_panels(w, x, packed, threads);
+    else slice_panels(w, x, slices, packed, sums, threads);
     const BfloatPanels panels{packed, sums, slices, m16 / 16, panel, slice};
     const RowTasks shares(w.n, 32, x.rows <= 32 ? 32 : 256, threads);
     const int64_t rows = shares.most();
     parallel(shares.count, threads, [&](Tasks& tasks) {
-        static thread_local Scratch code_scratch, tile_scratch, scale_scratch, sum_scratch;
+        static thread_local Scratch code_scratch, number_scratch, tile_scratch, scale_scratch, sum_scratch;
         float* scale = scale_scratch.get<float>(2 * rows * w.groups);
-        AmxBlock block{w, panels, rows, m16, code_scratch.get<int8_t>(AMX_COLUMNS), tile_scratch.get<uint16_t>(rows * AMX_LD),
-                       scale, scale + rows * w.groups, sum_scratch.get<float>(rows * m16)};
+        AmxBlock block{w, panels, rows, code_scratch.get<int8_t>(AMX_COLUMNS), number_scratch.get<float>(AMX_COLUMNS),
+                       tile_scratch.get<uint16_t>(rows * AMX_COLUMNS), scale, scale + rows * w.groups, sum_scratch.get<float>(rows * m16)};
         TileConfig config(64);
         for (int64_t task; (task = tasks.next()) >= 0;) {
             int64_t start = shares.start(task), count = shares.start(task + 1) - start;
             block.multiply(start, count);
-            y.write_transposed(x.rows, start, count, block.c, m16);
+            for (int64_t m = 0; m < x.rows; m += 16)
+                y.part(m).write_transposed(x.rows - m < 16 ? x.rows - m : 16, start, count, block.c + m * rows, 16);
         }
     });
     panel_scratch.trim();

@@ -16,14 +16,18 @@ struct IntPanels {
     int32_t* sums;     // (groups, count * LANES): of x less its zero points
 };
 
+// Columns of a matrix tile.
+inline int64_t amx_step(const Weight& w) { return w.group == w.k || w.group % 64 == 0 ? 64 : w.group % 32 == 0 ? 32 : 16; }
+
 // Decoded rows of the weight, and some columns of them that belong to one group.
 template <class Code>
 struct Columns {
     const Code* codes;
-    int64_t rows, ld, k, count;  // from column k of x on
+    int64_t rows, k, count;  // from column k of x on
     const int32_t* blocks = nullptr;  // or these blocks of columns of x
     int64_t block_size = INT64_MAX;
     Lines* next = nullptr;  // is prefetched meanwhile
+    int64_t in_place = 0;  // for matrix tiles: codes from one row to the next of rows that are no block, but the weight's own
 
     // body(first, column of x, count) for each run of columns that follow one another in x.
     template <class Body>
@@ -36,17 +40,21 @@ struct Columns {
     }
 };
 
-// Each of these has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), panels that are multiplied
-// together (INT_PANELS) and columns of them that stay in the nearest cache (INT_NEAR), what is added to a code (TILE_SHIFT),
-// whether it prefetches `Columns::next` (PREFETCHES), a decoded code, a unit of a panel and how many codes it has, and
+// Each of these has: rows of a block (INT_ROWS), columns that are decoded together (INT_COLUMNS), codes of a block from one row
+// to the next and from a step of columns to one a column behind (INT_LD, INT_STEP), panels that are multiplied together
+// (INT_PANELS) and columns of them that stay in the nearest cache (INT_NEAR), what is added to a code (TILE_SHIFT), whether it
+// prefetches `Columns::next` (PREFETCHES), a decoded code, a unit of a panel and how many codes it has, and
 //
-//     decode_row            columns of row n
+//     decode_row            columns of row n to row r of a block, for tiles of `step` columns
 //     multiply_columns<V>   total (rows, ld) (+)= codes times V panels of x, from `p` on; up to INT_ROWS are written
 #if defined(__AMX_INT8__)
 
+// A block is of tiles of 16 rows, one behind the other: those of rows that lie apart would compete for lines of the cache.
 constexpr int INT_ROWS = 32;
-constexpr int INT_COLUMNS = 1024;
-constexpr int INT_LD = INT_COLUMNS + 64;
+constexpr int INT_COLUMNS = 4096;
+constexpr int INT_LD = INT_COLUMNS;
+constexpr int INT_STEP = 16;
+constexpr int64_t IN_PLACE_PANELS = 6;  // of x, with which no block is made of rows that can be read where they lie
 constexpr int INT_PANELS = 2;
 constexpr int64_t INT_NEAR = INT64_MAX;
 constexpr int32_t TILE_SHIFT = 0;
@@ -55,18 +63,27 @@ using Code = int8_t;
 using Unit = uint32_t;
 constexpr int64_t UNIT_CODES = 4;
 
-// Columns of a matrix tile.
-inline int64_t amx_step(const Weight& w) { return w.group == w.k || w.group % 64 == 0 ? 64 : w.group % 32 == 0 ? 32 : 16; }
-
-inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
-    decode(w, n, k, columns, out);
-    memset(out + columns, 0, 64);
+inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, int64_t step, Code* block, int64_t r) {
+    alignas(64) int8_t decoded[INT_COLUMNS + 64];
+    const int8_t* codes = (const int8_t*)w.codes + n * w.row_bytes + k;
+    if (w.bits || w.center || columns % step) {
+        decode(w, n, k, columns, decoded);
+        memset(decoded + columns, 0, 64);
+        codes = decoded;
+    }
+    Code* to = block + r / 16 * 16 * INT_LD + r % 16 * step;
+    using Quarter = Code __attribute__((vector_size(16)));
+    if (step == 64)
+        for (int64_t i = 0; i < columns; i += 64) store(to + i * INT_STEP, load<Bytes>(codes + i));
+    else
+        for (int64_t i = 0; i < columns; i += step)
+            for (int64_t j = 0; j < step; j += 16) store(to + i * INT_STEP + j, load<Quarter>(codes + i + j));
 }
 
 template <int V>
 void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& x, int64_t p, int32_t* total, int64_t ld,
                       bool add) {
-    int64_t step = amx_step(w), lower = 16 * a.ld;
+    int64_t step = amx_step(w);
     if (add) {
         load_tile<0>(total, ld * 4);
         load_tile<2>(total + 16 * ld, ld * 4);
@@ -79,16 +96,16 @@ void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& 
         zero_tile<3>();
     }
     a.each_run([&](int64_t first, int64_t column, int64_t count) {
-        const Code* codes = a.codes + first;
+        const int64_t row = a.in_place ? a.in_place : step, along = a.in_place ? 1 : INT_STEP;
+        const Code *codes = a.codes + first * along, *lower = codes + 16 * (a.in_place ? row : INT_LD);
         const Unit* b = (const Unit*)x.data + p * x.panel + column * 4;
         for (int64_t k = 0; k < count; k += step) {
-            // Far enough for memory; decoded codes are in the cache.
-            if (a.ld != INT_LD)
-                for (int r = 0; r < 32; r++) prefetch(codes + r * a.ld + k + 8 * step);
-            load_tile<4>(codes + k, a.ld);
+            // Far enough for memory; a block is in the cache.
+            for (int r = 0; a.in_place && r < 32; r++) prefetch(codes + r * row + k + 8 * step);
+            load_tile<4>(codes + k * along, row);
             load_tile<6>(b + k * 4, 64);
             multiply_bytes<0, 4, 6>();
-            load_tile<5>(codes + lower + k, a.ld);
+            load_tile<5>(lower + k * along, row);
             multiply_bytes<2, 5, 6>();
             if (V == 1) continue;
             load_tile<7>(b + x.panel + k * 4, 64);
@@ -107,6 +124,8 @@ void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& 
 constexpr int INT_ROWS = 2 * TILE_ROWS;  // whole vectors, as the result is written
 constexpr int INT_COLUMNS = 1024;
 constexpr int INT_LD = INT_COLUMNS + 64;
+constexpr int INT_STEP = 1;
+constexpr int64_t IN_PLACE_PANELS = 0;
 constexpr int INT_PANELS = REGISTERS == 32 ? 4 : 2;
 constexpr bool PREFETCHES = true;
 using Unit = uint32_t;
@@ -117,7 +136,8 @@ constexpr int32_t TILE_SHIFT = 128;
 using Code = int8_t;
 constexpr int64_t UNIT_CODES = 4;
 
-inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
+inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, int64_t, Code* block, int64_t r) {
+    Code* out = block + r * INT_LD;
     decode(w, n, k, columns, out);
     for (int64_t i = 0; i < columns; i += WIDTH) store(out + i, load<Bytes>(out + i) ^ (Bytes{} + (uint8_t)TILE_SHIFT));
 }
@@ -131,10 +151,10 @@ constexpr int32_t TILE_SHIFT = 0;
 using Code = int16_t;
 constexpr int64_t UNIT_CODES = 2;
 
-inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
+inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, int64_t, Code* block, int64_t r) {
     alignas(64) int8_t codes[INT_COLUMNS + 64];
     decode(w, n, k, columns, codes);
-    for (int64_t i = 0; i < columns; i += WIDTH / 2) store(out + i, widen_to_shorts(codes + i));
+    for (int64_t i = 0; i < columns; i += WIDTH / 2) store(block + r * INT_LD + i, widen_to_shorts(codes + i));
 }
 
 INLINE Ints add_unit(Ints total, Ints codes, Ints x) { return total + multiply_pairs(codes, x); }
@@ -155,7 +175,7 @@ __attribute__((noinline)) void multiply_columns(const Weight&, const Columns<Cod
                 UNROLL for (int v = 0; v < V; v++) total[r][v] = load<Ints>(to + r * ld + v * LANES);
         }
         a.each_run([&](int64_t first, int64_t column, int64_t count) {
-            const Code* codes = a.codes + row * a.ld + first;
+            const Code* codes = a.codes + row * INT_LD + first;
             const Unit* b = (const Unit*)x.data + p * x.panel + column / UNIT_CODES * LANES;
             constexpr int STEPS = REGISTERS == 32 ? 2 : 1;  // whose operands registers hold
             int64_t units = (count + UNIT_CODES - 1) / UNIT_CODES;
@@ -183,6 +203,8 @@ __attribute__((noinline)) void multiply_columns(const Weight&, const Columns<Cod
 constexpr int INT_ROWS = 96;
 constexpr int INT_COLUMNS = TILE_COLUMNS;  // sums of so many products stay within 2^24
 constexpr int INT_LD = TILE_LD;
+constexpr int INT_STEP = 1;
+constexpr int64_t IN_PLACE_PANELS = 0;
 constexpr int INT_PANELS = MAX_PANELS;
 constexpr int64_t INT_NEAR = INT_COLUMNS;
 constexpr int32_t TILE_SHIFT = 0;
@@ -191,10 +213,10 @@ using Code = float;
 using Unit = float;
 constexpr int64_t UNIT_CODES = 1;
 
-inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, Code* out) {
+inline void decode_row(const Weight& w, int64_t n, int64_t k, int64_t columns, int64_t, Code* block, int64_t r) {
     alignas(64) int8_t codes[INT_COLUMNS + 64];
     decode(w, n, k, columns, codes);
-    scale_codes(codes, columns, 1, 0, out);
+    scale_codes(codes, columns, 1, 0, block + r * INT_LD);
 }
 
 template <int V>
@@ -204,7 +226,7 @@ void multiply_columns(const Weight&, const Columns<Code>& a, const IntPanels& x,
     for (int64_t row = 0; row < a.rows; row += R, to += R * ld) {
         a.each_run([&](int64_t first, int64_t column, int64_t count) {
             const Unit* b = (const Unit*)x.data + p * x.panel + column * LANES;
-            multiply_tile<R, V>(a.codes + row * a.ld + first, b, x.panel, count, sums, V * LANES, first > 0);
+            multiply_tile<R, V>(a.codes + row * INT_LD + first, b, x.panel, count, sums, V * LANES, first > 0);
         });
         UNROLL for (int r = 0; r < R; r++) {
             UNROLL for (int v = 0; v < V; v++) {

@@ -29,8 +29,11 @@ inline IntPanels int_panels(const Weight& w, const Codes& x, int64_t threads) {
         }
         if (m >= rows) return;
         Part* row = codes + m * ld;
-        for (int64_t k = 0; k < w.k; k++) row[k] = m < x.rows ? x.codes[m * x.ld + k] : 1;
-        memset(row + w.k, 0, (ld - w.k) * sizeof *row);
+        const int8_t* from = x.codes + m * x.ld;
+        const int64_t columns = w.k;  // of its own, or each byte that is written might change it
+        if (m < x.rows) for (int64_t k = 0; k < columns; k++) row[k] = from[k];
+        else for (int64_t k = 0; k < columns; k++) row[k] = 1;
+        memset(row + columns, 0, (ld - columns) * sizeof *row);
     });
     Unit* out = panel_scratch.get<Unit>(lanes * units);
     to_panels((const int32_t*)codes, units, rows, units, (int32_t*)out, threads);
@@ -122,12 +125,9 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
     // Rows of results do not compete for the same lines of the cache.
     int64_t lanes = factors.lanes, ld = lanes + 16, groups = w.groups;
     auto add = !has_zeros(w, x) ? add_group<SYMMETRIC> : w.group <= FLOAT_GROUP ? add_group<SMALL> : add_group<LARGE>;
-    // Rows are read in place, in one piece, if matrix tiles can load them from there.
-    bool direct = false;
-#if defined(__AMX_INT8__)
-    direct = !w.bits && !w.center && w.group % amx_step(w) == 0;
-#endif
+    const int64_t tile_columns = amx_step(w);
     bool spread = PREFETCHES && !w.bits;
+    bool direct = panels.count <= IN_PLACE_PANELS && !w.bits && !w.center && w.group % tile_columns == 0;
     // Columns that are decoded together: whole groups, or a part of one.
     int64_t together = w.group < INT_COLUMNS ? INT_COLUMNS / w.group * w.group : INT_COLUMNS;
     parallel((w.n + INT_ROWS - 1) / INT_ROWS, threads, [&](Tasks& tasks) {
@@ -137,9 +137,7 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
         int32_t* zero = zero_scratch.get<int32_t>(INT_ROWS * groups);
         int32_t* total = total_scratch.get<int32_t>(INT_ROWS * ld);
         float* c = sum_scratch.get<float>(INT_ROWS * ld);
-#if defined(__AMX_INT8__)
-        TileConfig config(amx_step(w));
-#endif
+        TileConfig config(tile_columns);
         for (int64_t task; (task = tasks.next()) >= 0;) {
             int64_t start = task * INT_ROWS, count = w.n - start < INT_ROWS ? w.n - start : INT_ROWS;
             bool whole = direct && count == INT_ROWS;
@@ -157,9 +155,8 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
                 if (next.rows > INT_ROWS) next.rows = INT_ROWS;
                 for (int64_t r = 0; !whole && r < count; r++) {
                     if (!spread) prefetch_codes(w, start + r, k + columns, columns);
-                    decode_row(w, start + r, k, columns, decoded + r * INT_LD);
+                    decode_row(w, start + r, k, columns, tile_columns, decoded, r);
                 }
-                const Code* codes = whole ? (const Code*)(w.codes + start * w.row_bytes) : decoded;
                 // Columns of one group at a time, and so few that x stays in the nearest cache.
                 GroupEdge at(k, w.group);
                 for (int64_t i = 0, length; i < columns; i += length, at.pass(length)) {
@@ -168,7 +165,8 @@ inline void multiply_int_tiles(const Weight& w, const Codes& x, const Output& y,
                     // The last panel, with the row of ones, comes first, and then is wanted by all others.
                     for (int64_t p = panels.count; p > 0;) {
                         int64_t step = panels_at_once(p, INT_PANELS);
-                        Columns<Code> part{codes + i, count, whole ? w.row_bytes : INT_LD, k + i, length};
+                        Columns<Code> part{decoded + i * INT_STEP, count, k + i, length};
+                        if (whole) part.codes = (const Code*)(w.codes + start * w.row_bytes) + i, part.in_place = w.row_bytes;
                         if (spread && p == panels.count) part.next = &next;
                         p -= step;
                         multiply_columns(w, part, panels, p, step, total + p * LANES, ld, at.left < w.group);

@@ -71,14 +71,22 @@ struct Output {
         }
     }
 
-    // A vector of fp32 results of each of `rows` rows from m on, from column `start` on.
+    // A vector of results of each of `rows` rows from m on, from column `start` on.
     INLINE void write_vectors(int64_t m, int64_t start, int64_t rows, const Floats* values) const {
-        float* to = (float*)data + m * n + start;
-        Floats more = bias ? load<Floats>((const float*)bias + start) : Floats{};
+        const int64_t size = size_of(type);
+        char* to = (char*)data + (m * n + start) * size;
+        Floats more = {};
+        if (bias) to_float((const char*)bias + start * size, type, LANES, (float*)&more);
         Ints lost = {};
-        for (int64_t r = 0; r < rows; r++) {
-            lost |= ((Ints)values[r] & MAGNITUDE) >= INFINITE;
-            store(to + r * n, bias ? values[r] + more : values[r]);
+        for (int64_t r = 0; r < rows; r++, to += n * size) {
+            Floats value = values[r];
+            lost |= ((Ints)value & MAGNITUDE) >= INFINITE;
+            if (bias && type != FLOAT32) {  // torch adds it to the rounded result
+                from_float((const float*)&value, type, LANES, to);
+                to_float(to, type, LANES, (float*)&value);
+            }
+            if (bias) value += more;
+            from_float((const float*)&value, type, LANES, to);
         }
         if (__builtin_expect(sum(lost) != 0, 0)) __atomic_fetch_add(&non_finite_results, 1, __ATOMIC_RELAXED);
     }
@@ -103,7 +111,7 @@ struct Output {
                     for (int64_t j = 0; j < columns; j++) block[j] = load<Floats>(values + (i + j) * ld + m);
                 }
                 transpose(block);
-                if (columns == LANES && type == FLOAT32) write_vectors(m, start + i, here, block);
+                if (columns == LANES) write_vectors(m, start + i, here, block);
                 else
                     for (int64_t r = 0; r < here; r++) write(m + r, start + i, columns, (const float*)&block[r]);
             }
