@@ -155,7 +155,7 @@ def of_values(instruction_set: str) -> Table:
     for dtype, last in (("float32", "tile"), ("bfloat16", many), ("float16", many)):
         table[f"values {dtype}"] = [(8, "dot"), (None, last)]
         if instruction_set == "amx" and dtype == "bfloat16":
-            table[f"values {dtype}"] = [(2, "dot"), (None, "amx")]
+            table[f"values {dtype}"] = [(4, "dot"), (None, "amx")]
         table[f"units {dtype}"] = [(2, "fixed"), *table[f"values {dtype}"]]  # integers times a unit
         table[f"vectors {dtype}"] = [(2 if dtype == "float32" else 4, "fixed"), *table[f"values {dtype}"]]
     return table

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from qtorch import CodebookSpec, LinearSpec, MappingType, PackedLayout, PlainLayout, QuantSpec
 from qtorch.checkpoint.formats.gguf.block_types import TYPES
-from qtorch.dtypes import AffineQuantizedTensor, LUTQuantizedTensor, codebook_tensor, quantized_type
+from qtorch.dtypes import AffineQuantizedTensor, LUTQuantizedTensor, codebook_tensor, linear, quantized_type
 from qtorch.dtypes.experts import grouped_linear
 from qtorch.kernels import record_kernels
 from qtorch.kernels.cpu import compiled_library, variants, weight_only
@@ -102,6 +102,23 @@ def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
                     y = functional.linear(x, weight, bias)
                 assert ran[-1] == f"{kernel}.{build}.{variant}"
                 rounding.assert_same_product(y, functional.linear(x, exact, bias), x, exact, bias)
+
+
+@pytest.mark.parametrize("variant", ["dot", "fixed", "tile", "amx"])
+@pytest.mark.parametrize("name", fast_part.matrix_but(FAST, KERNELS))
+def test_bf16_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
+    """Matrix tiles multiply the weight as `dequantize` gives it, rounded to bf16; no other kernel rounds it."""
+    with variants.force(variant):
+        for weight, rows in itertools.product(weights(name), (3, 17, 40)):
+            x = torch.randn(rows, weight.shape[1]).bfloat16()
+            with record_kernels() as ran:
+                y = linear.multiply(x, weight)
+            assert ran[-1] == f"{KERNELS[name]}.{build}.{variant}"
+            exact = weight.dequantize()
+            exact = (exact.bfloat16() if build == variant == "amx" else exact).double()
+            product, size = x.double() @ exact.t(), rounding.magnitude(x, exact)
+            sums = rounding.gamma(weight.shape[1] + rounding.EXTRA) * size
+            assert ((y - product).abs() <= sums + (product.abs() + sums) * 2**-8).all()
 
 
 @pytest.mark.parametrize("integers", [range(1, 32, 2), range(16)], ids=str)
