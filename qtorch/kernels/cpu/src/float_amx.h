@@ -199,47 +199,66 @@ struct AmxBlock {
         if (x.sums || x.is_bfloat()) offsets(w, start, scale, offset, count);
     }
 
-    // Codes of up to 4 bits of row `start + r` to bf16 numbers: those of a group are a table of 16, and an instruction looks up 32.
+    // Codes of row `start + r` to bf16 numbers. Up to 6 bits those of a group are a table in one register, or two, in which an
+    // instruction looks up 32.
+    template <bool TWO>
     INLINE void look_up_row(int64_t start, int64_t r, GroupEdge at, const int8_t* codes, int64_t columns, uint16_t* out) {
         static thread_local Scratch table_scratch;
         alignas(64) float integers[16];  // by the lowest bits of a code
         for (int i = 0; !w.values && i < 16; i++) integers[i] = ((i + w.center) & 15) - w.center;
         const float* tables = w.values ? tables_of(w, start + r, at, columns, table_scratch) : integers;
         const float *s = scale + r * w.groups, *o = offset + r * w.groups;
-        auto numbers = [&, first = at.group](int64_t g) {
+        auto numbers = [&, first = at.group](int64_t g, int i = 0) {
             if (!w.values) return fma(load<Floats>(tables), broadcast(s[g]), broadcast(o[g]));
-            return load<Floats>(tables + (g - first) * w.values_stride) * broadcast(s[g]);
+            if (i >= w.values_count) return Floats{};
+            return load<Floats>(tables + (g - first) * w.values_stride + i) * broadcast(s[g]);
         };
-        // Of the first 16 codes and of the others.
         auto table_of = [&](Floats low, Floats high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); };
-        const __m512i low_bits = _mm512_set1_epi16(15), halves = _mm512_inserti64x4(__m512i{}, _mm256_set1_epi16(16), 1);
-        auto look_up_codes = [&](int64_t i, __m512i table) {
-            __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i)));
-            store(out + i * 16, _mm512_permutexvar_epi16(_mm512_or_si512(_mm512_and_si512(code, low_bits), halves), table));
-        };
+        auto bytes = [&](int64_t i) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i))); };
         if (has_whole_groups(w)) {
             each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
-                const Floats of_group = numbers(g);
-                const __m512i table = table_of(of_group, of_group);
-                for (; i < stop; i += AMX_STEP) look_up_codes(i, table);
+                const Floats low = numbers(g);
+                const __m512i table = table_of(low, TWO ? numbers(g, 16) : low), more = TWO ? table_of(numbers(g, 32), numbers(g, 48)) : table;
+                for (; i < stop; i += AMX_STEP)
+                    store(out + i * 16, TWO ? _mm512_permutex2var_epi16(table, bytes(i), more) : _mm512_permutexvar_epi16(bytes(i), table));
             });
             return;
         }
+        // The first 16 codes have the lower half of the table, the others the upper one.
+        const __m512i low_bits = _mm512_set1_epi16(15), halves = _mm512_inserti64x4(__m512i{}, _mm256_set1_epi16(16), 1);
         for (int64_t i = 0; i < columns; i += AMX_STEP) {
             Floats low = numbers(at.group), high = low;
             at.pass(16);
             if (i + 16 < columns) high = numbers(at.group), at.pass(16);
-            look_up_codes(i, table_of(low, high));
+            __m512i at_once = _mm512_or_si512(_mm512_and_si512(bytes(i), low_bits), halves);
+            store(out + i * 16, _mm512_permutexvar_epi16(at_once, table_of(low, high)));
         }
     }
 
-    // Codes of row `start + r` to bf16 numbers, group by group.
+    // The same of numbers that are computed.
+    INLINE void compute_row(int64_t r, GroupEdge at, const int8_t* codes, int64_t columns, uint16_t* out) {
+        WideComputed reader(w);
+        each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
+            Floats factor = broadcast(scale[r * w.groups + g]), both[2];
+            for (; i < stop; i += AMX_STEP) {
+                read(reader, codes + i, both);
+                store(out + i * 16, _mm512_cvtne2ps_pbh((__m512)(both[1] * factor), (__m512)(both[0] * factor)));
+            }
+        });
+        Floats lost = {};
+        finish(reader, lost);
+        if (lost[0] != 0) *out = 0x7fc0;  // one is enough: NaN for all of x
+    }
+
+    // The same in whichever way is fastest.
     INLINE void dequantize_row(int64_t start, int64_t r, GroupEdge at, const int8_t* codes, int64_t columns, uint16_t* out) {
-        bool few = w.values ? w.values_count <= 16 : w.bits && w.bits <= 4;
-        if (few && (has_whole_groups(w) || w.group % 16 == 0)) return look_up_row(start, r, at, codes, columns, out);
+        const int64_t count = w.values ? w.values_count : w.bits && w.bits <= 4 ? 16 : INT64_MAX;
+        if (count <= 16 && (has_whole_groups(w) || w.group % 16 == 0)) return look_up_row<false>(start, r, at, codes, columns, out);
+        if (count <= 64 && has_whole_groups(w)) return look_up_row<true>(start, r, at, codes, columns, out);
+        if (w.values && w.exponent && has_whole_groups(w)) return compute_row(r, at, codes, columns, out);
         const float *s = scale + r * w.groups, *o = offset + r * w.groups;
         // Groups that end within a row of a tile take one more step.
-        if (!has_whole_groups(w) || w.values) {
+        if (w.values || !has_whole_groups(w)) {
             if (w.values) scale_values(w, start + r, at, codes, columns, s, numbers);
             else each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
                 scale_codes(codes + i, stop - i, s[g], o[g], numbers + i);
@@ -260,7 +279,10 @@ struct AmxBlock {
             prefetch_ahead(start, count, k, columns, r + AMX_AHEAD);
             uint16_t* out = tiles + r / 16 * 16 * AMX_COLUMNS + r % 16 * AMX_STEP;
             const int8_t* codes = direct ? (const int8_t*)w.codes + (start + r) * w.row_bytes + k : decoded;
-            if (!direct) decode(w, start + r, k, columns, decoded);
+            if (!direct) {
+                decode(w, start + r, k, columns, decoded);
+                memset(decoded + columns, 0, AMX_STEP);  // which is a number
+            }
             if (x.is_bfloat()) dequantize_row(start, r, edge, codes, columns, out);
             else to_tiles(columns, out, [&](int64_t i) { return to_floats(widen(codes + i)); });
             // What is behind the end of the row may stand for an infinity.
