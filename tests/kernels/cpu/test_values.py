@@ -93,13 +93,12 @@ FAST = (FLOATS[0], "float4_e2m1", "NF4", "tables of 5 bits", "NF4, twice quantiz
 @pytest.mark.parametrize("name", fast_part.matrix_but(FAST, KERNELS))
 def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
     kernel = KERNELS[name]
-    with variants.force(variant):
+    with variants.force(variant), record_kernels() as ran:
         for weight in weights(name):
             exact = weight.dequantize()
             for rows in (1, 2, 8, 17):
                 x, bias = torch.randn(rows, weight.shape[1]), torch.randn(weight.shape[0])
-                with record_kernels() as ran:
-                    y = functional.linear(x, weight, bias)
+                y = functional.linear(x, weight, bias)
                 assert ran[-1] == f"{kernel}.{build}.{variant}"
                 rounding.assert_same_product(y, functional.linear(x, exact, bias), x, exact, bias)
 
@@ -108,14 +107,12 @@ def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
 @pytest.mark.parametrize("name", fast_part.matrix_but(FAST, KERNELS))
 def test_bf16_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
     """Matrix tiles multiply the weight as `dequantize` gives it, rounded to bf16; no other kernel rounds it."""
-    with variants.force(variant):
+    with variants.force(variant), record_kernels() as ran:
         for weight, rows in itertools.product(weights(name), (3, 17, 40)):
             x = torch.randn(rows, weight.shape[1]).bfloat16()
-            with record_kernels() as ran:
-                y = linear.multiply(x, weight)
+            y = linear.multiply(x, weight)
             assert ran[-1] == f"{KERNELS[name]}.{build}.{variant}"
-            exact = weight.dequantize()
-            exact = (exact.bfloat16() if build == variant == "amx" else exact).double()
+            exact = weight.dequantize().to(torch.bfloat16 if build == variant == "amx" else torch.float32).double()
             product, size = x.double() @ exact.t(), rounding.magnitude(x, exact)
             sums = rounding.gamma(weight.shape[1] + rounding.EXTRA) * size
             assert ((y - product).abs() <= sums + (product.abs() + sums) * 2**-8).all()
