@@ -26,7 +26,7 @@ from .structs import Input, IntCall, Output, Quantizer, Weight, pack, struct_of
 from .weight_only import CompiledLinear, Numerics, where_finite
 
 Fields: TypeAlias = tuple[float, float, float, float, float, float]  # of `Quantizer`
-NO_QUANTIZER: Fields = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_QUANTIZER: Fields = (0, 0, 0, 0, 0, 0)  # integers, since graphs of any size take global floats for inputs
 GROUP_MULTIPLE = 32  # the size of the groups of a weight is a multiple of this
 
 
