@@ -151,11 +151,10 @@ def of_values(instruction_set: str) -> Table:
     """Of weights whose codes are no integers, on every machine; nothing else is copied. Tiles multiply in fp32, which
     is slower than `F.linear` where the processor has products of bf16, and slower still than matrix tiles."""
     many = "float" if features.cpu_has("bf16") else "tile"
+    bfloat16 = (4, "amx") if instruction_set == "amx" else (8, many)
     table: Table = {}
-    for dtype, last in (("float32", "tile"), ("bfloat16", many), ("float16", many)):
-        table[f"values {dtype}"] = [(8, "dot"), (None, last)]
-        if instruction_set == "amx" and dtype == "bfloat16":
-            table[f"values {dtype}"] = [(4, "dot"), (None, "amx")]
+    for dtype, few, last in (("float32", 8, "tile"), ("bfloat16", *bfloat16), ("float16", 8, many)):
+        table[f"values {dtype}"] = [(few, "dot"), (None, last)]
         table[f"units {dtype}"] = [(2, "fixed"), *table[f"values {dtype}"]]  # integers times a unit
         table[f"vectors {dtype}"] = [(2 if dtype == "float32" else 4, "fixed"), *table[f"values {dtype}"]]
     return table
