@@ -94,6 +94,14 @@ inline void bfloat_panels(const Weight& w, const Input& x, uint16_t* out, int64_
     row_scratch.trim();
 }
 
+// The first 16 of `count` numbers, from element `at` on; zeros behind them. `to_float` and a load would wait for each other.
+INLINE Floats load_numbers(const void* from, int64_t type, int64_t at, int64_t count) {
+    const __mmask16 real = count < 16 ? (1 << count) - 1 : 0xffff;
+    if (type == FLOAT32) return (Floats)_mm512_maskz_loadu_ps(real, (const float*)from + at);
+    __m256i bits = _mm256_maskz_loadu_epi16(real, (const uint16_t*)from + at);
+    return type == FLOAT16 ? (Floats)_mm512_cvtph_ps(bits) : (Floats)((Ints)_mm512_cvtepu16_epi32(bits) << 16);
+}
+
 // `count` numbers, 32 of them to each tile of a row, of which `out` is in the first one.
 template <class Number>
 INLINE void to_tiles(int64_t count, uint16_t* out, const Number& number) {
@@ -192,51 +200,57 @@ struct AmxBlock {
     uint16_t* tiles;        // [row / 16][k / 32][row % 16][32]
     float *scale, *offset;  // (rows, groups)
     float* c;               // sums, [panel][row][16]
-    alignas(64) float products[4 * FLOAT_TILE];
+    alignas(64) float products[4 * FLOAT_TILE], integers[16];  // the latter by the lowest bits of a code
 
     void read_scales(int64_t start, int64_t count) {
         scales(w, start, scale, count);
         if (x.sums || x.is_bfloat()) offsets(w, start, scale, offset, count);
     }
 
-    // Codes of row `start + r` to bf16 numbers. Up to 6 bits those of a group are a table in one register, or two, in which an
-    // instruction looks up 32.
+    bool looks_up_groups() const { return has_whole_groups(w) || w.group == 16; }
+
+    // Whether packed codes of 4 bits are looked up where they are, a run at a time.
+    bool looks_up_packed() const {
+        return x.is_bfloat() && w.bits == 4 && w.values_count <= 16 && looks_up_groups() && w.k % (8 * AMX_STEP) == 0;
+    }
+
+    // Codes of row `start + r`, from `edge` on, to bf16 numbers. Up to 6 bits those of a group are a table in one register, or two,
+    // in which an instruction looks up 32, by the lowest bits of bytes that are shifted to the `right`.
     template <bool TWO>
-    INLINE void look_up_row(int64_t start, int64_t r, GroupEdge at, const int8_t* codes, int64_t columns, uint16_t* out) {
-        static thread_local Scratch table_scratch;
-        alignas(64) float integers[16];  // by the lowest bits of a code
-        for (int i = 0; !w.values && i < 16; i++) integers[i] = ((i + w.center) & 15) - w.center;
-        const float* tables = w.values ? tables_of(w, start + r, at, columns, table_scratch) : integers;
+    void look_up_row(int64_t start, int64_t r, const GroupEdge& edge, const int8_t* codes, int right, int64_t columns, uint16_t* out) {
         const float *s = scale + r * w.groups, *o = offset + r * w.groups;
-        auto numbers = [&, first = at.group](int64_t g, int i = 0) {
-            if (!w.values) return fma(load<Floats>(tables), broadcast(s[g]), broadcast(o[g]));
-            if (i >= w.values_count) return Floats{};
-            return load<Floats>(tables + (g - first) * w.values_stride + i) * broadcast(s[g]);
-        };
+        const __m512i shift = _mm512_set1_epi16(right);
+        auto bytes = [&](int64_t i) { return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i))), shift); };
         auto table_of = [&](Floats low, Floats high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); };
-        auto bytes = [&](int64_t i) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i))); };
-        if (has_whole_groups(w)) {
-            each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
-                const Floats low = numbers(g);
-                const __m512i table = table_of(low, TWO ? numbers(g, 16) : low), more = TWO ? table_of(numbers(g, 32), numbers(g, 48)) : table;
-                for (; i < stop; i += AMX_STEP)
-                    store(out + i * 16, TWO ? _mm512_permutex2var_epi16(table, bytes(i), more) : _mm512_permutexvar_epi16(bytes(i), table));
-            });
-            return;
-        }
-        // The first 16 codes have the lower half of the table, the others the upper one.
-        const __m512i low_bits = _mm512_set1_epi16(15), halves = _mm512_inserti64x4(__m512i{}, _mm256_set1_epi16(16), 1);
-        for (int64_t i = 0; i < columns; i += AMX_STEP) {
-            Floats low = numbers(at.group), high = low;
-            at.pass(16);
-            if (i + 16 < columns) high = numbers(at.group), at.pass(16);
-            __m512i at_once = _mm512_or_si512(_mm512_and_si512(bytes(i), low_bits), halves);
-            store(out + i * 16, _mm512_permutexvar_epi16(at_once, table_of(low, high)));
-        }
+        auto look_up = [&](const auto& numbers) {  // (group, first code)
+            if (w.group != 16) {
+                each_group(edge, columns, [&](int64_t i, int64_t stop, int64_t g) {
+                    const Floats low = numbers(g, 0);
+                    const __m512i table = table_of(low, TWO ? numbers(g, 16) : low), more = TWO ? table_of(numbers(g, 32), numbers(g, 48)) : table;
+                    for (; i < stop; i += AMX_STEP)
+                        store(out + i * 16, TWO ? _mm512_permutex2var_epi16(table, bytes(i), more) : _mm512_permutexvar_epi16(bytes(i), table));
+                });
+                return;
+            }
+            // The first 16 codes have the lower half of the table, the others the upper one.
+            const __m512i halves = _mm512_inserti64x4(__m512i{}, _mm256_set1_epi16(16), 1), low_bits = _mm512_set1_epi16(15);
+            for (int64_t i = 0, g = edge.group; i < columns; i += AMX_STEP, g += 2) {
+                const __m512i table = table_of(numbers(g, 0), numbers(i + 16 < columns ? g + 1 : g, 0));
+                store(out + i * 16, _mm512_permutexvar_epi16(_mm512_or_si512(_mm512_and_si512(bytes(i), low_bits), halves), table));
+            }
+        };
+        const Floats one = load<Floats>(w.values && !w.values_stride ? (const float*)w.values : integers);
+        if (!w.values) return look_up([&](int64_t g, int) { return fma(one, broadcast(s[g]), broadcast(o[g])); });
+        if (!TWO && !w.values_stride) return look_up([&](int64_t g, int) { return one * broadcast(s[g]); });
+        const void* values = w.values;
+        const int64_t type = w.values_type, stride = w.values_stride, first = (start + r) * w.groups * stride, all = w.values_count;
+        look_up([=](int64_t g, int i) {
+            return i < all ? load_numbers(values, type, first + g * stride + i, all - i) * broadcast(s[g]) : Floats{};
+        });
     }
 
     // The same of numbers that are computed.
-    INLINE void compute_row(int64_t r, GroupEdge at, const int8_t* codes, int64_t columns, uint16_t* out) {
+    INLINE void compute_row(int64_t r, const GroupEdge& at, const int8_t* codes, int64_t columns, uint16_t* out) {
         WideComputed reader(w);
         each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
             Floats factor = broadcast(scale[r * w.groups + g]), both[2];
@@ -251,10 +265,10 @@ struct AmxBlock {
     }
 
     // The same in whichever way is fastest.
-    INLINE void dequantize_row(int64_t start, int64_t r, GroupEdge at, const int8_t* codes, int64_t columns, uint16_t* out) {
+    INLINE void dequantize_row(int64_t start, int64_t r, const GroupEdge& at, const int8_t* codes, int64_t columns, uint16_t* out) {
         const int64_t count = w.values ? w.values_count : w.bits && w.bits <= 4 ? 16 : INT64_MAX;
-        if (count <= 16 && (has_whole_groups(w) || w.group % 16 == 0)) return look_up_row<false>(start, r, at, codes, columns, out);
-        if (count <= 64 && has_whole_groups(w)) return look_up_row<true>(start, r, at, codes, columns, out);
+        if (count <= 16 && looks_up_groups()) return look_up_row<false>(start, r, at, codes, 0, columns, out);
+        if (count <= 64 && has_whole_groups(w)) return look_up_row<true>(start, r, at, codes, 0, columns, out);
         if (w.values && w.exponent && has_whole_groups(w)) return compute_row(r, at, codes, columns, out);
         const float *s = scale + r * w.groups, *o = offset + r * w.groups;
         // Groups that end within a row of a tile take one more step.
@@ -271,18 +285,26 @@ struct AmxBlock {
         });
     }
 
-    // The tiles: columns from k on of rows from `start` on.
-    void decode_columns(int64_t start, int64_t count, int64_t k, int64_t columns) {
+    // Tiles, from `to` on: columns from k on of rows from `start` on.
+    void decode_columns(int64_t start, int64_t count, int64_t k, int64_t columns, uint16_t* to) {
         const GroupEdge edge(k, w.group);
-        bool direct = !w.bits && !w.center && !w.vectors && columns % AMX_STEP == 0;
+        const bool packed = looks_up_packed(), direct = !w.bits && !w.center && !w.vectors && columns % AMX_STEP == 0;
+        // Of packed codes: where those of column k are in a row, and whether in the upper halves of bytes.
+        const int64_t run = w.k / 8, item = packed ? (uint32_t)k / (uint32_t)run : 0, at = k - (item + 1) / 2 * run;
+        for (int i = 0; i < 16; i++) integers[i] = packed ? i - w.center : ((i + w.center) & 15) - w.center;
         for (int64_t r = 0; r < count; r++) {
             prefetch_ahead(start, count, k, columns, r + AMX_AHEAD);
-            uint16_t* out = tiles + r / 16 * 16 * AMX_COLUMNS + r % 16 * AMX_STEP;
-            const int8_t* codes = direct ? (const int8_t*)w.codes + (start + r) * w.row_bytes + k : decoded;
+            uint16_t* out = to + r / 16 * 16 * AMX_COLUMNS + r % 16 * AMX_STEP;
+            const int8_t* codes = (const int8_t*)w.codes + (start + r) * w.row_bytes;
+            if (packed) {
+                look_up_row<false>(start, r, edge, codes + at, item % 2 * 4, columns, out);
+                continue;
+            }
             if (!direct) {
                 decode(w, start + r, k, columns, decoded);
                 memset(decoded + columns, 0, AMX_STEP);  // which is a number
             }
+            codes = direct ? codes + k : decoded;
             if (x.is_bfloat()) dequantize_row(start, r, edge, codes, columns, out);
             else to_tiles(columns, out, [&](int64_t i) { return to_floats(widen(codes + i)); });
             // What is behind the end of the row may stand for an infinity.
@@ -298,9 +320,10 @@ struct AmxBlock {
         if (row >= w.n) return;
         prefetch_codes(w, row, column, AMX_COLUMNS);
         if (!w.values_stride) return;
-        const int64_t table = w.values_stride * size_of(w.values_type), first = (uint32_t)column / (uint32_t)w.group;
+        const int64_t table = w.values_stride * size_of(w.values_type);
+        const uint32_t group = w.group, first = (uint32_t)column / group;
         const char* tables = (const char*)w.values + (row * w.groups + first) * table;
-        for (int64_t i = 0; i < AMX_COLUMNS / w.group * table; i += 64) prefetch(tables + i);
+        for (int64_t i = 0; i < (AMX_COLUMNS + group - 1) / group * table; i += 64) prefetch(tables + i);
     }
 
     // One or two panels of x from p on times the tiles of all rows, added to c: a group at a time, or so many columns as stay
@@ -351,7 +374,11 @@ struct AmxBlock {
         memset(c, 0, rows * x.panels * 64);
         for (int64_t k = 0; k < w.k; k += AMX_COLUMNS) {
             int64_t columns = w.k - k < AMX_COLUMNS ? w.k - k : AMX_COLUMNS;
-            decode_columns(start, count, k, columns);
+            const int64_t run = looks_up_packed() ? w.k / 8 : w.k;
+            for (int64_t i = 0, length; i < columns; i += length) {
+                length = run - (k + i) % run < columns - i ? run - (k + i) % run : columns - i;
+                decode_columns(start, count, k + i, length, tiles + i * 16);
+            }
             multiply_columns(count, k, columns);
         }
         if (x.sums) add_offsets(count);

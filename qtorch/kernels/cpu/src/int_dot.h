@@ -54,7 +54,7 @@ constexpr int64_t EXACT_COLUMNS = 1024 * LANES;
 #endif
 
 struct IntDotInput {
-    const Factor* x;  // (M + 1, ld), zero beyond K; the last row, all ones, gives the sums of the weight's codes
+    const Factor* x;  // (M + 1, ld), zero beyond K; where x has zero points, the last row, all ones, gives the sums of the weight's codes
     int64_t ld;
     const int32_t* sums;  // (M, groups) of x
     const Codes& codes;
@@ -321,9 +321,11 @@ inline void multiply_int_dot(const Weight& w, const IntDotInput& in, const Outpu
 inline IntDotInput int_dot_input(const Codes& x, int64_t k, int64_t group) {
     static thread_local Scratch factor_scratch, group_scratch;
     int64_t ld = round_up(k, 64), rows = x.rows, groups = k / group;
-    Factor* factors = factor_scratch.get<Factor>((rows + 1) * ld);
     int32_t* sums = group_scratch.get<int32_t>(rows * groups);
     for (int64_t i = 0; i < rows * groups; i++) sums[i] = sum_codes(x.codes + i / groups * x.ld + i % groups * group, group);
+    bool whole = k % (8 * WIDTH) == 0 && group % WIDTH == 0;  // else vectors are read beyond the last row
+    if (std::is_same_v<Factor, int8_t> && whole && x.ld == ld && !x.zero) return {(const Factor*)x.codes, ld, sums, x};
+    Factor* factors = factor_scratch.get<Factor>((rows + 1) * ld);
     memset(factors, 0, (rows + 1) * ld * sizeof(Factor));
     for (int64_t m = 0; m < rows; m++)
         for (int64_t i = 0; i < k; i++) factors[m * ld + i] = x.codes[m * x.ld + i];

@@ -133,10 +133,11 @@ inline float largest_magnitude(const float* x, int64_t k) {
 }
 
 inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {
-    float high = largest_magnitude(x, k), scale[4];
+    float high = largest_magnitude(x, k), scale[4], inverse[4];
     int64_t rows = out.rows / out.slices;
     for (int64_t s = 0; s < out.slices; s++) {
         scale[s] = s ? scale[s - 1] / 254 : high ? high / 127 : 1;
+        inverse[s] = 1 / scale[s];
         out.scale[s * rows + m] = scale[s];
         memset(out.codes + (s * rows + m) * out.ld + k, 0, out.ld - k);
     }
@@ -144,7 +145,7 @@ inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {
     for (int64_t i = 0; i < k; i += LANES) {
         Floats rest = load<Floats>(x + i);
         for (int64_t s = 0; s < out.slices; s++) {
-            Floats q = round_even(rest * broadcast(1 / scale[s]));
+            Floats q = round_even(rest * broadcast(inverse[s]));
             rest = fma(q, broadcast(-scale[s]), rest);
             store_bytes(out.codes + (s * rows + m) * out.ld + i, to_ints(q));
         }
