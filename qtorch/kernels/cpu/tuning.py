@@ -20,8 +20,8 @@ ROWS = {"small": (1, 2, 4, 8, 16, 32, 64, 256, 1024), "large": (1, 2, 4, 8, 12, 
 """Numbers of rows to measure, by size of the weight."""
 
 COPIES = {"small": 8, "large": 64}
-"""Weights in int8 used in turn, and as many bytes of others: large ones are read from memory, as in a model, also where the
-last cache holds 64 MB."""
+"""Weights in int8 used in turn, and as many bytes of others: large ones are read from memory, as in a model; some
+processors keep 64 MB in a cache."""
 
 SIZES = {"small": 1024, "large": 2048}  # rows and columns of the weight; the largest of the small ones costs most
 GROUP, SHORT_GROUP = 128, 32  # columns of a group; those of a short one, see `variants.key_of`
