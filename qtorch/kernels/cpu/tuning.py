@@ -26,7 +26,7 @@ processors keep 64 MB in a cache."""
 SIZES = {"small": 1024, "large": 2048}  # rows and columns of the weight; the largest of the small ones costs most
 GROUP, SHORT_GROUP = 128, 32  # columns of a group; those of a short one, see `variants.key_of`
 ROUNDS, SECONDS = 15, 0.03  # at least so many, and for so long: the calls of few rows are short
-HOPELESS = 2.0  # a variant that takes so many times the least time in the first round is not measured again
+HOPELESS = 2.0  # a variant that after three rounds took so many times the least time is not measured again
 
 
 def measure_variants(compiled: compiled_library.Library) -> Table:
@@ -107,7 +107,7 @@ def _times(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             break
         least = min(times.values())
         for variant, call in calls.items():
-            if turn and times[variant] > HOPELESS * least:
+            if turn > 2 and times[variant] > HOPELESS * least:
                 continue
             start = time.perf_counter()
             call()

@@ -54,7 +54,8 @@ constexpr int64_t EXACT_COLUMNS = 1024 * LANES;
 #endif
 
 struct IntDotInput {
-    const Factor* x;  // (M + 1, ld), zero beyond K; where x has zero points, the last row, all ones, gives the sums of the weight's codes
+    // (M, ld), zero beyond K; where x has zero points, a last row of ones gives the sums of the weight's codes
+    const Factor* x;
     int64_t ld;
     const int32_t* sums;  // (M, groups) of x
     const Codes& codes;
