@@ -209,9 +209,10 @@ struct AmxBlock {
 
     bool looks_up_groups() const { return has_whole_groups(w) || w.group == 16; }
 
-    // Whether packed codes of 4 bits are looked up where they are, a run at a time.
-    bool looks_up_packed() const {
-        return x.is_bfloat() && w.bits == 4 && w.values_count <= 16 && looks_up_groups() && w.k % (8 * AMX_STEP) == 0;
+    // How many columns of a row are decoded alike: a run of packed 4-bit codes that are looked up where they are, or all.
+    int64_t run() const {
+        bool packed = x.is_bfloat() && w.bits == 4 && w.values_count <= 16 && looks_up_groups() && w.k % (8 * AMX_STEP) == 0;
+        return packed ? w.k / 8 : w.k;
     }
 
     // Codes of row `start + r`, from `edge` on, to bf16 numbers. Up to 6 bits those of a group are a table in one register, or two,
@@ -285,12 +286,11 @@ struct AmxBlock {
         });
     }
 
-    // Tiles, from `to` on: columns from k on of rows from `start` on.
-    void decode_columns(int64_t start, int64_t count, int64_t k, int64_t columns, uint16_t* to) {
+    // Tiles, from `to` on: columns from k on, which are part of one run, of rows from `start` on.
+    void decode_columns(int64_t start, int64_t count, int64_t k, int64_t columns, int64_t item, uint16_t* to) {
         const GroupEdge edge(k, w.group);
-        const bool packed = looks_up_packed(), direct = !w.bits && !w.center && !w.vectors && columns % AMX_STEP == 0;
-        // Of packed codes: where those of column k are in a row, and whether in the upper halves of bytes.
-        const int64_t run = w.k / 8, item = packed ? (uint32_t)k / (uint32_t)run : 0, at = k - (item + 1) / 2 * run;
+        const bool packed = run() < w.k, direct = !w.bits && !w.center && !w.vectors && columns % AMX_STEP == 0;
+        const int64_t at = k - (item + 1) / 2 * run();  // where packed codes are in a row: two runs share their bytes
         for (int i = 0; i < 16; i++) integers[i] = packed ? i - w.center : ((i + w.center) & 15) - w.center;
         for (int64_t r = 0; r < count; r++) {
             prefetch_ahead(start, count, k, columns, r + AMX_AHEAD);
@@ -374,11 +374,9 @@ struct AmxBlock {
         memset(c, 0, rows * x.panels * 64);
         for (int64_t k = 0; k < w.k; k += AMX_COLUMNS) {
             int64_t columns = w.k - k < AMX_COLUMNS ? w.k - k : AMX_COLUMNS;
-            const int64_t run = looks_up_packed() ? w.k / 8 : w.k;
-            for (int64_t i = 0, length; i < columns; i += length) {
-                length = run - (k + i) % run < columns - i ? run - (k + i) % run : columns - i;
-                decode_columns(start, count, k + i, length, tiles + i * 16);
-            }
+            each_group(GroupEdge(k, run()), columns, [&](int64_t i, int64_t stop, int64_t item) {
+                decode_columns(start, count, k + i, stop - i, item, tiles + i * 16);
+            });
             multiply_columns(count, k, columns);
         }
         if (x.sums) add_offsets(count);

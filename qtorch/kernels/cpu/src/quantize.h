@@ -132,23 +132,33 @@ inline float largest_magnitude(const float* x, int64_t k) {
     return high >= INFINITE ? __builtin_nanf("") : load<float>(&high);
 }
 
-inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {
-    float high = largest_magnitude(x, k), scale[4], inverse[4];
-    int64_t rows = out.rows / out.slices;
-    for (int64_t s = 0; s < out.slices; s++) {
+// put(i, slice, codes) for each vector of k columns, and the scales of the slices.
+template <class Put>
+INLINE void each_slice(const float* x, int64_t k, int64_t slices, float* scale, const Put& put) {
+    float high = largest_magnitude(x, k), inverse[4];
+    for (int64_t s = 0; s < slices; s++) {
         scale[s] = s ? scale[s - 1] / 254 : high ? high / 127 : 1;
         inverse[s] = 1 / scale[s];
-        out.scale[s * rows + m] = scale[s];
-        memset(out.codes + (s * rows + m) * out.ld + k, 0, out.ld - k);
     }
-    // Rows are padded with zeros, whose bytes are zero.
     for (int64_t i = 0; i < k; i += LANES) {
         Floats rest = load<Floats>(x + i);
-        for (int64_t s = 0; s < out.slices; s++) {
+        for (int64_t s = 0; s < slices; s++) {
             Floats q = round_even(rest * broadcast(inverse[s]));
             rest = fma(q, broadcast(-scale[s]), rest);
-            store_bytes(out.codes + (s * rows + m) * out.ld + i, to_ints(q));
+            put(i, s, to_ints(q));
         }
+    }
+}
+
+inline void slice_row(const float* x, int64_t k, int64_t m, const Codes& out) {
+    float scale[4];
+    int64_t rows = out.rows / out.slices;
+    auto row = [&](int64_t s) { return out.codes + (s * rows + m) * out.ld; };
+    // Rows are padded with zeros, whose bytes are zero.
+    each_slice(x, k, out.slices, scale, [&](int64_t i, int64_t s, Ints codes) { store_bytes(row(s) + i, codes); });
+    for (int64_t s = 0; s < out.slices; s++) {
+        out.scale[s * rows + m] = scale[s];
+        memset(row(s) + k, 0, out.ld - k);
     }
 }
 

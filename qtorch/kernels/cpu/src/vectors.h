@@ -76,17 +76,10 @@ template <int SLICES>
 void slice_vectors(const Weight& w, const float* x, int64_t m, const VectorInput& out) {
     int64_t quarter = w.k / 4;
     int8_t* bytes = out.bytes + m * SLICES * w.k;
-    float high = largest_magnitude(x, w.k), scale[SLICES];
-    for (int s = 0; s < SLICES; s++) scale[s] = s ? scale[s - 1] / 254 : high ? high / 127 : 1;
-    for (int64_t k = 0; k < w.k; k += LANES) {
-        Floats rest = load<Floats>(x + k);
-        for (int s = 0; s < SLICES; s++) {
-            Floats q = round_even(rest * broadcast(1 / scale[s]));
-            rest = fma(q, broadcast(-scale[s]), rest);
-            Ints code = to_ints(q);
-            for (int i = 0; i < LANES; i++) bytes[(s * 4 + i % 4) * quarter + (k + i) / 4] = code[i];
-        }
-    }
+    float scale[SLICES];
+    each_slice(x, w.k, SLICES, scale, [&](int64_t k, int64_t s, Ints codes) {
+        for (int i = 0; i < LANES; i++) bytes[(s * 4 + i % 4) * quarter + (k + i) / 4] = codes[i];
+    });
     out.scale[m] = scale[SLICES - 1];
     const Ints ones = (Ints)(Bytes{} + (uint8_t)1), pairs = (Ints)(Shorts{} + (uint16_t)63);
     for (int64_t s = 0; s < SLICES; s++)
