@@ -37,7 +37,7 @@ class Config:
             the weights. A copy is kept for a weight-only layer whose inputs have so many rows that F.linear is faster
             than any kernel that reads codes; it is dropped when the weight changes or is deleted. At 0, the default, no
             copies are kept: such a layer is dequantized on each call. Without compiled kernels this holds for any
-            number of rows, but not for int8 weights with a scale per row.
+            number of rows, but not for int8 with a scale per row, nor for scales that are quantized themselves.
     """
 
     strict: bool = False

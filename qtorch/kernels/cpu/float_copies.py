@@ -1,32 +1,33 @@
 """Dequantized copies of weights, kept within `qtorch.config.float_copy_bytes`, and products on them.
 
 They serve layers that are faster in floating point; without compiled kernels any number of rows is, except with int8
-codes of a scale per row, which `fixed_point_mm` multiplies. A copy belongs to the tensor of codes that it was made
-from: it is freed with that tensor, and not used after the codes, scale or zero point were written to. The weight holds
-no reference to its copy, so it is never saved, moved or copied with the weight.
+codes of a scale per row, which `fixed_point_mm` multiplies. A copy goes with the tensor of codes, and when scales, zero
+points or tables are written to or replaced. The weight has no reference to it, so it is never saved or moved.
 """
 
+import operator
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...primitives import ZeroPointDomain, dequantize_affine, granularity, qdtype
-from ...primitives.layouts.packed import unpack_codes
+from ...primitives import ZeroPointDomain, dequantize_affine, dequantize_codebook, granularity, qdtype
+from ...primitives.layouts.packed import unpack_bits, unpack_codes
 from ..config import config
 from ..custom_ops import Name, implement, note, portable
+from ..linear.codebooks import lut_weight_mm
 from ..linear.weight_only import packed_weight_mm
 from ..ops.weight_only_mm import CodeNumerics, weight_only_mm
 
 
 class _Entry(NamedTuple):
-    codes: weakref.ref[Tensor]
+    sources: tuple[weakref.ref[Tensor], ...]
     versions: tuple[int, ...]
-    copy: Tensor
+    copy: Tensor | None  # if sources do not last, such as scales that are made for each call
 
 
 _Key = tuple[int, torch.dtype]
@@ -56,26 +57,28 @@ def float_copy(
     """The copy in `dtype` of the weight with these tensors, the first of which are codes, made by `make` at the first
     call; None if its `size` in bytes would exceed the limit."""
     tensors = tuple(tensor for tensor in sources if tensor is not None)
-    codes = tensors[0]
+    codes, *others = tensors
     if any(tensor.is_inference() for tensor in tensors):
         return None  # their versions do not count writes
     versions = tuple(tensor._version for tensor in tensors)
     key = (id(codes), dtype)
     found = _entries.get(key)
-    if found is not None and found.codes() is codes and found.versions == versions:
+    before = [source() for source in found.sources] if found else []
+    if found and found.copy is not None and found.versions == versions and all(map(operator.is_, before, tensors)):
         return found.copy
     with _lock:
         _entries.pop(key, None)
-        if used() + size > config.float_copy_bytes:
+        lasts = all(source is not None for source in before)
+        if lasts and used() + size > config.float_copy_bytes:
             return None
-        copy = make()
-        _entries[key] = _Entry(weakref.ref(codes, lambda _: _drop(key)), versions, copy)
+        copy = make() if lasts else None
+        _entries[key] = _Entry((weakref.ref(codes, lambda _: _drop(key)), *map(weakref.ref, others)), versions, copy)
         return copy
 
 
 def used() -> int:
     """Bytes of all copies."""
-    return sum(entry.copy.nbytes for entry in list(_entries.values()))
+    return sum(entry.copy.nbytes for entry in list(_entries.values()) if entry.copy is not None)
 
 
 def clear() -> None:
@@ -118,12 +121,23 @@ def weight_only_mm_cpu(
     return portable(weight_only_mm)(x, codes, scale, zero_point, dtype, low, high, domain)
 
 
+@implement("lut_weight_mm", "cpu")
+def lut_weight_mm_cpu(x: Tensor, qdata: Tensor, scale: Tensor, table: Tensor, bits: int, axis: int, n: int) -> Tensor:
+    """See `lut_weight_mm`."""
+    if wanted() and axis == 1:
+        read = lambda: unpack_bits(qdata, bits, x.shape[1])  # noqa: E731
+        if (y := _on_copy("lut_weight_mm", x, qdata, read, n, (scale, table), dequantize_codebook)) is not None:
+            return y
+    return portable(lut_weight_mm)(x, qdata, scale, table, bits, axis, n)
+
+
 def _on_copy(
-    name: str, x: Tensor, codes: Tensor, read: Callable[[], Tensor], n: int, numerics: CodeNumerics
-) -> Tensor | None:
-    """The product, or None where no copy may be kept. `read` gives the codes (n, K)."""
-    block, tensors = granularity.block_of((n, x.shape[1]), numerics.scale.shape), numerics[:2]
-    make = lambda: dequantize_affine(read(), block, *numerics, x.dtype)  # noqa: E731
+    name: str, x: Tensor, codes: Tensor, read: Callable[[], Tensor], n: int,
+    numerics: tuple[Any, ...], dequantize: Callable[..., Tensor] = dequantize_affine,
+) -> Tensor | None:  # fmt: skip
+    """The product, or None where no copy may be kept. `read` gives the codes (n, K); `numerics` begin with scales."""
+    block, tensors = granularity.block_of((n, x.shape[1]), numerics[0].shape), numerics[:2]
+    make = lambda: dequantize(read(), block, *numerics, x.dtype)  # noqa: E731
     with torch.no_grad():
         copy = float_copy((codes, *tensors), x.dtype, make, n * x.shape[1] * x.element_size())
     if copy is None:

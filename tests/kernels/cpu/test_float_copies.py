@@ -129,9 +129,8 @@ def test_compiled_and_from_eight_threads():
     expected = [model(X) for model in models]
     float_copies.clear()
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda i: models[i % 4](X), range(200)))
-    for i, y in enumerate(found):
-        torch.testing.assert_close(y, expected[i % 4])
+        for i, y in enumerate(pool.map(lambda i: models[i % 4](X), range(200))):
+            torch.testing.assert_close(y, expected[i % 4])
     assert float_copies.used() == 2 * BYTES
 
 
@@ -140,20 +139,22 @@ PER_ROW, GROUPS = qtorch.int8_weight_only(), qtorch.int4_weight_only(group_size=
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe, kernel", [
-    (GROUPS, "packed_weight_mm.float_copy"),
+    (GROUPS, "packed_weight_mm.float_copy"), (qtorch.lut_weight_only(4, 32), "lut_weight_mm.float_copy"),
     (qtorch.intx_weight_only("int3", group_size=16), "packed_weight_mm.float_copy"),
-    (qtorch.float8_weight_only(), "weight_only_mm.float_copy"),
+    (qtorch.float8_weight_only(), "weight_only_mm.float_copy"), (qtorch.lut_weight_only(3), "lut_weight_mm.float_copy"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("torch_kernels")
 def test_without_compiled_kernels(recipe, kernel, dtype):
-    """For any number of rows, and for every weight that has no faster variant."""
     model = layer(recipe).to(dtype)
-    for rows in (1, 5):
-        assert runs(model, torch.randn(rows, 96, dtype=dtype)) == kernel
+    assert all(runs(model, torch.randn(rows, 96, dtype=dtype)) == kernel for rows in (1, 5))
     assert float_copies.used() == 64 * 96 * dtype.itemsize
     with qtorch.config.patch(float_copy_bytes=BYTES // 4):
         float_copies.clear()
         assert runs(model, torch.randn(2, 96, dtype=dtype)) == kernel.partition(".")[0]
+    model = layer(qtorch.nvfp4_weight_only())  # its scales are numbers for a call only
+    runs(model, X)
+    model.weight.scale.copy_(model.weight.scale.flip(0))
+    assert [runs(model, X) for _ in "ab"] == ["packed_weight_mm"] * 2
 
 
 @pytest.mark.usefixtures("torch_kernels")

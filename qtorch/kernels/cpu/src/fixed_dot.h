@@ -18,7 +18,9 @@ namespace {
 #if defined(HAS_VNNI) || defined(__AVX2__)
 
 constexpr int64_t FIXED_MAX_ROWS = 2;
-constexpr int FIXED_WIDTH = 4;  // rows of the weight that are multiplied together
+
+// Rows of the weight that are multiplied together.
+constexpr int fixed_width(int64_t rows) { return rows == 1 && REGISTERS == 32 ? 8 : 4; }
 
 // Bytes have one code of each of two runs, K / 8 columns apart. Whether so many whole vectors of each run belong to one group;
 // else each lane does, which is four columns.
@@ -29,7 +31,7 @@ inline bool has_whole_vectors(const Weight& w, int64_t count = 1) {
 inline bool fits_fixed_dot(const Weight& w, int64_t rows) {
     // Integers in longer groups are as fast in slices.
     bool fits = has_whole_vectors(w) || (w.group % 4 == 0 && w.k % 32 == 0 && (w.values || w.group <= WIDTH));
-    return rows <= FIXED_MAX_ROWS && w.n >= FIXED_WIDTH && w.bits == 4 && fits && (!w.values || w.unit);
+    return rows <= FIXED_MAX_ROWS && w.n >= fixed_width(rows) && w.bits == 4 && fits && (!w.values || w.unit);
 }
 
 struct FixedInput {
@@ -104,7 +106,7 @@ struct FixedRows {
 template <int R, int M, int DIGITS, bool TABLE, bool LANE_GROUPS, int PER>
 void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahead scales_ahead, const FixedInput& in,
                  float* result) {
-    constexpr int COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 128, STEP = DIGITS + 1;
+    constexpr int COLUMNS = PER * WIDTH, LINES = R * COLUMNS / 64, STEP = DIGITS + 1;
     // Both are the same for whole vectors, but GCC then keeps half as many numbers on the stack.
     int64_t groups = w.groups, run = LANE_GROUPS ? in.run : w.k / 8, columns = LANE_GROUPS ? 8 * run : w.k;
     const Bytes mask = Bytes{} + (uint8_t)15;
@@ -128,15 +130,16 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
                         shift += load<Ints>(vectors + DIGITS * WIDTH);
                     }
                     UNROLL for (int r = 0; r < R; r++) {
-                        // One line at a time: many prefetches at once delay the loads that are needed now.
-                        if (!m && r < LINES) codes_ahead.fetch<1, false>();
-                        if (!m && !half && r == R / 2) scales_ahead.fetch<1>();
                         Ints c[PER];
                         UNROLL for (int i = 0; i < PER; i++) {
                             Bytes bytes = load<Bytes>(codes + r * w.row_bytes + i * WIDTH);
                             bytes = (half ? (Bytes)((Shorts)bytes >> 4) : bytes) & mask;
                             c[i] = (Ints)(TABLE ? look_up(in.integers, bytes) : bytes);
                         }
+                        const int share = half * R + r;  // of the lines, by rows
+                        UNROLL for (int i = share * LINES / (2 * R); !m && i < (share + 1) * LINES / (2 * R); i++)
+                            codes_ahead.fetch_after<false>(c[0]);
+                        if (!m && !half && r == R / 2) scales_ahead.fetch_after(c[0]);
                         Floats sum = to_floats(times_fixed(c, x, shift));
                         const float* own = scale + r * groups;
                         if constexpr (LANE_GROUPS)
@@ -154,7 +157,7 @@ void fixed_block(const Weight& w, const FixedRows& rows, Ahead codes_ahead, Ahea
 
 template <int M, int DIGITS, bool TABLE>
 void fixed_dot(const Weight& w, const FixedInput& in, const Output& y, int64_t threads) {
-    constexpr int R = FIXED_WIDTH;
+    constexpr int R = fixed_width(M);
     int64_t per = in.is_small && has_whole_vectors(w, 4) ? 4 : has_whole_vectors(w, 2) ? 2 : 1;  // vectors at a time
     auto block = in.group   ? fixed_block<R, M, DIGITS, TABLE, true, 1>
                  : per == 4 ? fixed_block<R, M, DIGITS, TABLE, false, 4>

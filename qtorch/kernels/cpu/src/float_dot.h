@@ -69,6 +69,12 @@ struct Ahead {
         UNROLL for (int i = 0; i < LINES; i++) prefetch<NEAREST>(p + 64 * i);
         p += step;
     }
+
+    template <bool NEAREST = true, class T>
+    INLINE void fetch_after(T& at) {
+        prefetch_after<NEAREST>(at, p);
+        p += step;
+    }
 };
 
 // One block of rows: codes[r] (K,), scale and offset (R, groups), result (R, M).

@@ -82,8 +82,8 @@ INLINE void add_products(const int8_t* const* codes, int64_t k, int64_t column, 
             if (k + WIDTH > stop) xs[m] &= tail;
         }
         UNROLL for (int r = 0; r < R; r++) {
-            ahead.fetch<1, false>();
             Ints c = (Ints)(load<Bytes>(codes[r] + k) ^ shift);
+            ahead.fetch_after<false>(c);
             UNROLL for (int m = 0; m < M; m++) total[r][m] = dot4(total[r][m], c, (Ints)xs[m]);
         }
     }
@@ -168,8 +168,8 @@ void int_nibble_block(const Weight& w, const int8_t* const* codes, Ahead ahead, 
                     ys[m] = load<Bytes>(x + m * in.ld + run + k) & tail;
                 }
                 UNROLL for (int r = 0; r < R; r++) {
-                    ahead.fetch<1, false>();
                     Bytes bytes = load<Bytes>(codes[r] + start / 2 + k);
+                    ahead.fetch_after<false>(bytes);
                     Ints a = (Ints)(bytes & mask), b = (Ints)((Bytes)((Shorts)bytes >> 4) & mask);
                     UNROLL for (int m = 0; m < M; m++) {
                         low[r][m] = dot4(low[r][m], a, (Ints)xs[m]);

@@ -30,10 +30,9 @@ void add_row_products(const Weight& w, const uint8_t* codes, const int8_t* x, Ah
                 UNROLL for (int i = 0; i < PER; i++) {
                     const int8_t* column = x + start + k + i * WIDTH;
                     UNROLL for (int r = 0; r < R; r++) {
-                        // One line at a time: many prefetches at once delay the loads that are needed now.
-                        if (r % (64 / WIDTH) == 0) codes_ahead.fetch<1, false>();
-                        if (r % 4 == 1) scales_ahead.fetch<1>();
                         Bytes bytes = load<Bytes>(codes + start / 2 + r * w.row_bytes + k + i * WIDTH);
+                        if (r % (64 / WIDTH) == 0) codes_ahead.fetch_after<false>(bytes);
+                        if (r % 4 == 1) scales_ahead.fetch_after(bytes);
                         Ints low = (Ints)(bytes & mask), high = (Ints)((Bytes)((Shorts)bytes >> 4) & mask);
                         UNROLL for (int s = 0; s < DIGITS; s++) {
                             part[r] = dot4(part[r], low, load<Ints>(column + s * w.k));
@@ -96,9 +95,9 @@ void add_row_products(const Weight& w, const uint8_t* codes, const int8_t* x, Ah
                     Ints xs[DIGITS];
                     UNROLL for (int s = 0; s < DIGITS; s++) xs[s] = load<Ints>(x + s * w.k + start + half * run + k + i * WIDTH);
                     UNROLL for (int r = 0; r < LANES; r++) {
-                        if (r % 4 == 1) codes_ahead.fetch<1, false>();
-                        if (r % 4 == 3 && half) scales_ahead.fetch<1>();
                         Bytes bytes = load<Bytes>(codes + r * w.row_bytes + k + i * WIDTH);
+                        if (r % 4 == 1) codes_ahead.fetch_after<false>(bytes);
+                        if (r % 4 == 3 && half) scales_ahead.fetch_after(bytes);
                         Ints c = (Ints)((half ? (Bytes)((Shorts)bytes >> 4) : bytes) & mask);
                         UNROLL for (int s = 0; s < DIGITS; s++) part[r] += (Shorts)multiply_bytes(c, xs[s]);
                     }

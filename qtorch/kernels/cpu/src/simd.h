@@ -76,6 +76,18 @@ INLINE void prefetch(const void* p) {
     __builtin_prefetch(p, 0, NEAREST ? 3 : 2);
 }
 
+// The same once `at` is computed. Compilers put the prefetches of a loop together, and many at once delay the loads that are
+// needed now.
+template <bool NEAREST = true, class T>
+INLINE void prefetch_after(T& at, const void* p) {
+#if defined(__x86_64__)
+    if (NEAREST) asm volatile("prefetcht0 %1" : "+v"(at) : "m"(*(const char*)p));
+    else asm volatile("prefetcht1 %1" : "+v"(at) : "m"(*(const char*)p));
+#else
+    prefetch<NEAREST>(p);
+#endif
+}
+
 // a * b + c, rounded once where the machine can.
 INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
