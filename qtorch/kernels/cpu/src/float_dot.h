@@ -64,9 +64,9 @@ struct Ahead {
     const uint8_t* p;
     int64_t step;  // bytes per LANES columns
 
-    template <int LINES, bool NEAREST = true>
+    template <int LINES>
     INLINE void fetch() {
-        UNROLL for (int i = 0; i < LINES; i++) prefetch<NEAREST>(p + 64 * i);
+        UNROLL for (int i = 0; i < LINES; i++) prefetch(p + 64 * i);
         p += step;
     }
 
