@@ -91,7 +91,7 @@ def quantize_(
             small for it:
 
             - ``"error"``: an error that names all such weights, and the entries of a mapping that fit;
-            - ``"pad"``: the last group is completed with zeros, see `PaddedWeight`; for recipes without data;
+            - ``"pad"``: the last group is completed with zeros, see `PaddedWeight`; for inference, without data;
             - ``"coarser"``: another group size, the largest up to that of the recipe that divides the axis (multiples
               of 32, 16 and 8 come first), else one scale for the whole row; for recipes with a ``group_size``;
             - ``"skip"``: it stays in floating point, and the report says why.

@@ -151,6 +151,8 @@ MATCHES_NO = "matches no linear layer, embedding, convolution or parameter of tw
 ])  # fmt: skip
 def test_keys_that_select_nothing(recipes: dict, message: str) -> None:
     assert error(recipes).startswith(message)
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8))
+    assert "by entries before it, or stays as it is: 0 is" in error({"1": INT8, ".*": INT4}, model)
     assert error({"weight": INT8}, nn.LayerNorm(8)).endswith(f"{MATCHES_NO}The model has no such weight")
 
 

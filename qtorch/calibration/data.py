@@ -153,16 +153,18 @@ def collect(
 
     with UseRecorder(found, seen, transposed=transposed):
         run_batches(model, data, end_batch)
-    of_each = [(name, _problem(s)) for name, p in model.named_parameters() for s in found.get(p, {}).values()]
+    of_each = [(name, _problem(s, p)) for name, p in model.named_parameters() for s in found.get(p, {}).values()]
     if wrong := ", ".join(f"{name}: {problem}" for name, problem in of_each if problem):
         raise ValueError(f"calibration: {wrong}; use a recipe without data for them")
     return found
 
 
-def _problem(statistic: Statistic) -> str:
+def _problem(statistic: Statistic, weight: Tensor) -> str:
     total = statistic.total if isinstance(statistic, Sum) else None
     not_finite = total is not None and not bool(total.isfinite().all())
-    return "no input was seen" if not statistic.rows else "its inputs have NaN, or infinite squares" * not_finite
+    if not statistic.rows:
+        return "no input was seen" + " (none is of experts in one parameter)" * (weight.dim() == 3)
+    return "its inputs have NaN, or infinite squares" * not_finite
 
 
 BATCH_TOKENS = 4096

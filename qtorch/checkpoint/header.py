@@ -125,8 +125,7 @@ def shard_paths(path: Path, token: str, count: int) -> list[Path]:
 
 def all_shards(path: Path) -> list[Path]:
     """The shards of all saves to `path`."""
-    pattern = f"{glob.escape(_stem(path))}-{TOKEN}-[0-9]*-of-[0-9]*.safetensors"
-    return list(path.parent.glob(pattern))
+    return list(path.parent.glob(f"{glob.escape(_stem(path))}-{TOKEN}-[0-9]*-of-[0-9]*.safetensors"))
 
 
 def _stem(path: Path) -> str:

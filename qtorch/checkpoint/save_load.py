@@ -1,6 +1,7 @@
 """Saving and loading a checkpoint; all of it is checked before the model changes."""
 
 import os
+import re
 import secrets
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -162,7 +163,9 @@ def load_quantized(
         # Earlier versions wrote the names of compiled models as torch.compile changes them.
         aliases = {plain_name(name): aliases.get(name, name) for name in source.names | aliases.keys()}
         absent = {name for name in source.optional() if name not in places}
-        check_names(path, places, aliases.keys() - absent, source.note)
+        unsaved = "|".join(getattr(model, "_keys_to_ignore_on_save", None) or ["(?!)"])  # models of transformers
+        constant = {name for name, place in places.items() if re.search(unsaved, name) and not place[2].is_meta}
+        check_names(path, places, (aliases.keys() - absent) | constant, source.note)
         loaded: dict[str, Tensor] = {}
         changes: list[Change] = []
         for name, place in places.items():

@@ -162,8 +162,7 @@ class TensorFile(Closable):
         text = bytearray(length)
         self._fill(memoryview(text), LENGTH_BYTES)
         try:
-            header = parse_json(bytes(text))
-            return _parse(header, LENGTH_BYTES + length, size)
+            return _parse(parse_json(bytes(text)), LENGTH_BYTES + length, size)
         except ValueError as error:
             raise self._error(str(error)) from error
 

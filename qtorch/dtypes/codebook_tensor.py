@@ -119,8 +119,7 @@ class LUTQuantizedTensor(QuantizedTensor):
         return type(self).from_plain(codes, scale, table, spec or self.scheme.spec, self.scheme.dtype)
 
     def canonical(self) -> tuple[Tensor, dict[str, Tensor]]:
-        others = {name: tensor for name, tensor in self.inner_tensors.items() if name != "qdata"}
-        return self.plain()[0], others
+        return self.plain()[0], {name: tensor for name, tensor in self.inner_tensors.items() if name != "qdata"}
 
     def with_activation(self, activation: QuantSpec | None) -> LUTQuantizedTensor:
         """Return the tensor itself: a product with a look-up table takes activations in floating point only."""

@@ -63,8 +63,7 @@ class Copied:
 
     def _has_own(self: Any, name: str) -> bool:
         """Whether an attribute belongs to the class or its inner tensors rather than to the user."""
-        own = {*self.tensor_names(self.scheme), "scheme", "_is_param"}
-        return name in own or hasattr(type(self), name)
+        return name in {*self.tensor_names(self.scheme), "scheme", "_is_param"} or hasattr(type(self), name)
 
 
 def _sent(tensor: Any) -> tuple[Any, ...]:

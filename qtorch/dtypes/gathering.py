@@ -96,8 +96,7 @@ class Gathered:
             parts = _separated(type(self), all_gather_outputs[0], gathering, dtypes)
         if out is None:
             named = dict(zip(gathering.names, parts, strict=True))
-            whole = type(self)({**named, **gathering.shared}, gathering.scheme)
-            return whole, tuple(parts)
+            return type(self)({**named, **gathering.shared}, gathering.scheme), tuple(parts)
         whole = getattr(out, "_local_tensor", out)
         own = [getattr(whole, name) for name in gathering.names]
         if not gathering.is_even:  # else they are views of what was gathered

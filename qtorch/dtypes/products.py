@@ -25,20 +25,22 @@ aten = torch.ops.aten
 
 @implements_function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """`torch.matmul` with one quantized operand: 2-d against a tensor of any rank, or 3-d against 3-d."""
+    """`torch.matmul` with one quantized operand: 2-d against a tensor of any rank, or 3-d against at least 2-d."""
     if out is not None:
         return _into(out, matmul(input, other))
     if isinstance(input, QuantizedTensor):
         if isinstance(other, QuantizedTensor):
             raise TypeError("matmul of two quantized tensors: dequantize() one of them")
-        if other.dim() == 1:
-            return linear(other, input)
-        return matmul(other.mT, input.mT).mT
+        return linear(other, input) if other.dim() == 1 else matmul(other.mT, input.mT).mT
     if not isinstance(other, QuantizedTensor):
         raise TypeError(f"matmul takes a quantized operand, got {kinds(input, other)}")
     if len(other.scheme.shape) == 2:
         return linear(input, contracted(other))
-    return bmm(input, other)
+    if input.dim() < 2 or (input.dim() == 3 and input.shape[0] != 1):
+        return bmm(input, other)
+    batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:1])
+    rows = input.expand(*batch, *input.shape[-2:]).movedim(-3, 0)
+    return bmm(rows.flatten(1, -2), other).unflatten(1, rows.shape[1:-1]).movedim(0, -3)
 
 
 @implements_function(torch.Tensor.__rmatmul__)

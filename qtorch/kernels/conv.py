@@ -127,8 +127,7 @@ def _windows(x: Tensor, window: Window) -> Tensor:
     x = functional.pad(x.movedim(1, -1).contiguous(), [0, 0, *both_ends(window.padding)])
     for i, (k, step, d) in enumerate(zip(window.kernel, window.stride, window.dilation, strict=True)):
         x = x.unfold(1 + i, d * (k - 1) + 1, step)[..., ::d]
-    ndim = len(window.kernel)
-    return x.movedim(1 + ndim, -1)
+    return x.movedim(1 + len(window.kernel), -1)
 
 
 def both_ends(padding: Sequence[int]) -> list[int]:
@@ -292,8 +291,7 @@ def image_codes_conv(
 
 
 def _chunks(ws: Tensor, wz: Tensor | None, groups: int) -> list[Sequence[Tensor | None]]:
-    whole = ws.shape[0] == 1
-    return [[t] * groups if t is None or whole else t.chunk(groups) for t in (ws, wz)]
+    return [[t] * groups if t is None or ws.shape[0] == 1 else t.chunk(groups) for t in (ws, wz)]
 
 
 def _supports(problem: Problem) -> str | None:

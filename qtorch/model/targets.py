@@ -217,7 +217,7 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
             if key not in names:
                 hint = f"; write {key.replace('*', '.*')!r}" if key.startswith("*") else ""
                 raise Refused(f"{key!r} is neither a name nor a regular expression: {error}{hint}") from error
-    unmatched, unused = set(recipes), set(recipes)
+    unmatched, unused, left = set(recipes), set(recipes), {}
     for slot in slots:
         matching = [key for key in recipes if _matches(key, slot)]
         found = [key for key in matching if not _why_excluded(slot, recipes[key]) or is_asked_by_name(key, slot)]
@@ -227,6 +227,7 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
         if not found and matching:
             why = _why_excluded(slot, recipes[matching[0]])
             slot.reason = f"{matching[0]!r} matches it by a wildcard alone, and it is {why}"
+            left[matching[0]] = f"{slot.label} is {why}"
         elif not found:
             slot.reason = "no entry of the mapping asks for it"
         elif filter_fn is not None and not filter_fn(slot.module, slot.module_name):
@@ -241,7 +242,9 @@ def _assign_by_name(slots: list[Slot[R]], recipes: Mapping[str, R | None], filte
             raise Refused(_why_unmatched(key, slots))
     if unused:
         shadowed = ", ".join(repr(key) for key in recipes if key in unused)
-        raise Refused(f"{shadowed}: all that it matches is taken by entries before it; the first that matches wins")
+        others = "; ".join(left[key] for key in recipes if key in unused & left.keys())
+        end = f", or stays as it is: {others}" if others else "; the first that matches wins"
+        raise Refused(f"{shadowed}: all that it matches is taken by entries before it{end}")
 
 
 def is_asked_by_name(key: str, slot: Slot[Any]) -> bool:

@@ -170,9 +170,7 @@ def _of_torch(module: nn.Module, attribute: str) -> WeightKind | None:
             return EMBEDDING
         why = f"is the table of an {type(module).__name__} with max_norm, which rewrites the table"
         return WeightKind("embedding", is_layer=True, obstacle=why)
-    if isinstance(module, conv.CONVS):
-        return CONVOLUTION
-    return None
+    return CONVOLUTION if isinstance(module, conv.CONVS) else None
 
 
 @register_weight_kind

@@ -170,8 +170,7 @@ def _quantiles(x: Tensor, w: Tensor, size: int) -> Tensor:
     before, after = (torch.nn.functional.pad(gaps, pad) for pad in ((1, 0), (0, 1)))
     mass = (w ** (1 / 3) * (before + after)).cumsum(-1)
     steps = (torch.arange(size, device=x.device, dtype=x.dtype) + 0.5) / size
-    positions = torch.searchsorted(mass, mass[..., -1:] * steps)
-    return x.gather(-1, positions.clamp(max=x.shape[-1] - 1))
+    return x.gather(-1, torch.searchsorted(mass, mass[..., -1:] * steps).clamp(max=x.shape[-1] - 1))
 
 
 def _check_table(view: BlockView, table: Tensor) -> None:

@@ -100,7 +100,8 @@ def choose_qparams_affine_with_min_max(
 
     middle = (high_code + low_code + 1) / 2
     if mapping_type is MappingType.SYMMETRIC:
-        scale = quotient(torch.maximum(-low, high), float(high_code - low_code + (not preserve_max_val)) / 2)
+        steps = float(high_code - low_code + (not preserve_max_val)) / 2 if high_code else -low_code  # int1: 0, -scale
+        scale = quotient(torch.maximum(-low, high), steps)
     elif mapping_type is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
         zero_code = 0 if zero_point_domain is ZeroPointDomain.NONE else int(middle)
         below = quotient(low, low_code - zero_code) if low_code != zero_code else torch.zeros_like(low)
@@ -163,8 +164,7 @@ def _power_of_two_scale(scale: Tensor, low: Tensor, high: Tensor, high_code: flo
     specification v1.0, section 6.3; absmax may clip, by less than the last binade of the largest code. Asymmetric: the
     next power of two, without clipping."""
     if mapping is not MappingType.ASYMMETRIC:
-        largest_power = 2.0 ** (math.frexp(high_code)[1] - 1)
-        return floatx.floor_to_power_of_two(torch.maximum(-low, high)) / largest_power
+        return floatx.floor_to_power_of_two(torch.maximum(-low, high)) / (2.0 ** (math.frexp(high_code)[1] - 1))
     floor = floatx.floor_to_power_of_two(scale)
     return torch.where(floor < scale, floor * 2, floor)
 

@@ -331,8 +331,7 @@ class HQQRule(ScaleRule):
 def shrink(x: Tensor, p: float, beta: float) -> Tensor:
     """sign(x) * max(|x| - |x|^(p - 1) / beta, 0): the generalized soft threshold, the ordinary one for p = 1."""
     size = x.abs()
-    tiny = torch.finfo(x.dtype).tiny
-    return x.sign() * (size - size.clamp(min=tiny).pow(p - 1) / beta).clamp(min=0)
+    return x.sign() * (size - size.clamp(min=torch.finfo(x.dtype).tiny).pow(p - 1) / beta).clamp(min=0)
 
 
 def _fit(spec: Numerics, scale: Tensor, zero_point: Tensor | None, codes: Tensor, error: Tensor) -> MinMax:

@@ -37,8 +37,7 @@ def is_plain_on_cpu(input: Tensor) -> bool:
         return False
     if type(input) is not Tensor and type(input) is not torch.nn.Parameter:
         return False
-    recorded = input.requires_grad and torch.is_grad_enabled()
-    return not recorded and input.is_contiguous() and not see_operators()
+    return not (input.requires_grad and torch.is_grad_enabled()) and input.is_contiguous() and not see_operators()
 
 
 def slice_elements() -> int:

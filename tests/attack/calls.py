@@ -50,8 +50,7 @@ def growth(name: str, *arguments: object) -> int:
 
 def peak() -> int:
     """The largest size of this process, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
 
 
 def begin() -> int:

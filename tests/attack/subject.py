@@ -80,8 +80,7 @@ class Subject:
         first, second = self.float_layer(seed), nn.Linear(N, 32, bias=False)
         with torch.no_grad():
             second.weight.copy_(torch.randn(32, N, generator=torch.Generator().manual_seed(seed)))
-        model = nn.Sequential(first, nn.Tanh(), second)
-        return self.quantize(model)
+        return self.quantize(nn.Sequential(first, nn.Tanh(), second))
 
     def quantize(self, model: M) -> M:
         """`model` quantized in place."""

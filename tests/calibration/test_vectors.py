@@ -25,8 +25,7 @@ def inputs(columns, rows=512):
 
 def problem(rows=24, columns=64, granularity=qtorch.primitives.PerRow()):
     weight, x = torch.randn(rows, columns), inputs(columns)
-    moment = x.t() @ x / len(x)
-    return weight, moment, Grid.of(weight, spec(granularity), torch.float32)
+    return weight, (x.t() @ x / len(x)), Grid.of(weight, spec(granularity), torch.float32)
 
 
 def total(weight, moment, grid, damping=0.01):

@@ -39,8 +39,7 @@ every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
 
 def quantized(name: str, *shape: int) -> ConvWeight:
     """Normal numbers in the scheme `SPECS[name]`."""
-    matrix = quantized_matrix(name, shape[0], torch.Size(shape[1:]).numel())
-    return ConvWeight.of(matrix, shape)
+    return ConvWeight.of(quantized_matrix(name, shape[0], torch.Size(shape[1:]).numel()), shape)
 
 
 def operands(name: str, ndim: int, groups: int = 1) -> tuple[Tensor, ConvWeight, Tensor]:
@@ -78,8 +77,7 @@ def of_reference(
     for group, of_group in enumerate(torch.stack(rows, 1)):
         size = n // groups
         parts.append(reference.linear(of_group, weight[group * size : (group + 1) * size].matrix, None))
-    y = torch.cat(parts, 1) + bias
-    return y.reshape(len(x), *counts, n).movedim(-1, 1)
+    return (torch.cat(parts, 1) + bias).reshape(len(x), *counts, n).movedim(-1, 1)
 
 
 @every_option

@@ -67,23 +67,13 @@ def test_every_product_in_both_orders(name: str) -> None:
     bias = torch.randn(32)
     einsum = lambda w: torch.einsum("bk,nk->bn", x, w)  # noqa: E731
     for product in [
-        lambda w: x @ w.t(),
-        lambda w: w @ x.t(),
-        lambda w: y.t() @ w,
-        lambda w: torch.matmul(w.t(), y),
-        lambda w: torch.matmul(v, w.T),
-        lambda w: w @ v,
-        lambda w: v.matmul(w.mT),
-        lambda w: torch.mm(x, mat2=w.t()),
-        lambda w: w.mm(x.t()),
+        lambda w: x @ w.t(), lambda w: w @ x.t(), lambda w: y.t() @ w, lambda w: torch.matmul(w.t(), y),
+        lambda w: torch.matmul(v, w.T), lambda w: w @ v, lambda w: v.matmul(w.mT), lambda w: torch.mm(x, mat2=w.t()),
         lambda w: torch.randn(2, 5, 3, 64, generator=torch.Generator().manual_seed(0)) @ w.t(),
-        lambda w: w @ torch.ones(2, 64, 3),
-        lambda w: torch.addmm(bias, x, w.t()),
-        lambda w: torch.addmm(torch.ones(3, 32), x, w.t(), beta=0.5, alpha=2),
-        lambda w: bias.addmm(x, w.t()),
-        einsum,
-        lambda w: functional.linear(input=x, weight=w, bias=bias),
-    ]:
+        lambda w: w.mm(x.t()), lambda w: w @ torch.ones(2, 64, 3), lambda w: torch.addmm(bias, x, w.t()),
+        lambda w: torch.addmm(torch.ones(3, 32), x, w.t(), beta=0.5, alpha=2), lambda w: bias.addmm(x, w.t()),
+        einsum, lambda w: functional.linear(input=x, weight=w, bias=bias),
+    ]:  # fmt: skip
         with record_kernels() as ran:
             got = product(w)
         # einsum puts an axis behind the last one, which a sparse layout cannot have there: it is unpacked.
@@ -107,6 +97,8 @@ def test_fused_experts(name: str, stored: str) -> None:
     wanted = torch.stack([expected(x[e], weights[e].t()) for e in range(4)])
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(x @ weights, got)
+    torch.testing.assert_close(torch.stack([x, x]) @ weights, torch.stack([got, got]))
+    torch.testing.assert_close(x[1] @ weights, torch.bmm(x[1].expand_as(x), weights))
     torch.testing.assert_close((weights.mT @ x.mT).mT, got)
 
 
@@ -122,22 +114,15 @@ def test_autocast_casts_the_input_and_nothing_inside_a_kernel(name: str) -> None
 def test_what_does_not_fit_says_so() -> None:
     w, experts, x = quantized("int8 row"), quantized("int8 row", 2, 32, 64), torch.randn(3, 64)
     operations = [
-        lambda: functional.linear(torch.randn(3, 32), w),
-        lambda: functional.linear(torch.tensor(1.0), w),
-        lambda: functional.linear(x, experts),
-        lambda: functional.linear(x.long(), w),
-        lambda: functional.linear(x.to("meta"), w),
-        lambda: functional.linear(x, w.to("meta")),
-        lambda: functional.linear(w, w),
-        lambda: functional.linear(w, x),
-        lambda: w @ w.t(),
-        lambda: x @ w,
-        lambda: x[None] @ experts.mT,
-        lambda: torch.bmm(x, w.t()),
-        lambda: torch.mm(x[None], w.t()),
+        lambda: functional.linear(torch.randn(3, 32), w), lambda: functional.linear(torch.tensor(1.0), w),
+        lambda: functional.linear(x, experts), lambda: functional.linear(x.long(), w),
+        lambda: functional.linear(x.to("meta"), w), lambda: functional.linear(x, w.to("meta")),
+        lambda: functional.linear(w, w), lambda: functional.linear(w, x), lambda: w @ w.t(), lambda: x @ w,
+        lambda: x[[0, 1, 2], None] @ experts.mT, lambda: torch.bmm(x[None], experts.mT),
+        lambda: torch.bmm(x, w.t()), lambda: torch.mm(x[None], w.t()),
         lambda: functional.embedding(torch.tensor([1]), w.to("meta")),
         lambda: functional.embedding(torch.tensor([1]), w, max_norm=1.0),
-    ]
+    ]  # fmt: skip
     assert_expected_inline(
         "\n".join(map(message_of, operations)),
         """\
@@ -151,6 +136,7 @@ TypeError: linear takes a float input and a quantized weight, got AffineQuantize
 TypeError: linear takes a float input and a quantized weight, got AffineQuantizedTensor and Tensor
 TypeError: unsupported operand type(s) for @: 'AffineQuantizedTensor' and 'AffineQuantizedTensor'
 ValueError: linear: an input of shape (3, 64) does not fit a weight of shape (64, 32)
+ValueError: bmm: an input of shape (3, 1, 64) does not fit matrices of shape (2, 64, 32)
 ValueError: bmm: an input of shape (1, 3, 64) does not fit matrices of shape (2, 64, 32)
 ValueError: bmm: an input of shape (3, 64) does not fit matrices of shape (64, 32)
 ValueError: mm takes matrices, got shapes (1, 3, 64) and (64, 32)

@@ -79,22 +79,10 @@ def test_inner_tensors_of_another_kind(recipe: WeightRecipe, change: dict[str, A
     refuses("damaged: ", lambda: load(*arguments(quantized(recipe), tensors=change)))
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"qdata": torch.empty(1, 1, dtype=torch.int8)},
-        {"scale": 1},
-        {"plain": 1},
-        {"scheme": 1},
-        {"dequantize": 1},
-        {"fast_linear": 1},
-        {"__class__": 1},
-        {"shape": 1},
-        {1: 1},
-        [],
-    ],
-    ids=["qdata", "scale", "plain", "scheme", "dequantize", "fast_linear", "class", "shape", "number", "list"],
-)
+@pytest.mark.parametrize("state", [
+    {"qdata": torch.empty(1, 1, dtype=torch.int8)}, {"scale": 1}, {"plain": 1}, {"scheme": 1}, {"dequantize": 1},
+    {"fast_linear": 1}, {"__class__": 1}, {"shape": 1}, {1: 1}, [],
+])  # fmt: skip
 def test_attributes_replace_nothing(state: Any) -> None:
     refuses("damaged: ", lambda: load(*arguments(quantized(), state=state)))
 

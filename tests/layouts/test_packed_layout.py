@@ -50,17 +50,10 @@ def test_the_same_bits_as_plain(name: str, dtype: torch.dtype) -> None:
 def test_views_keep_codes_packed(name: str) -> None:
     w = quantized(name, 4, 32, 96)
     for view, axis in [
-        (w[1], -1),
-        (w[:, 3:9], -1),
-        (w.transpose(1, 2), -2),
-        (w.transpose(0, 2), -3),
-        (w.transpose(1, 2)[2], -2),
-        (w.transpose(1, 2)[2].t(), -1),
-        (w.reshape(128, 96), -1),
-        (w[:, None], -1),
-        (w[torch.tensor([2, 0])], -1),
+        (w[1], -1), (w[:, 3:9], -1), (w.transpose(1, 2), -2), (w.transpose(0, 2), -3), (w.transpose(1, 2)[2], -2),
+        (w.transpose(1, 2)[2].t(), -1), (w.reshape(128, 96), -1), (w[:, None], -1), (w[torch.tensor([2, 0])], -1),
         (w[..., 32:64], -1),
-    ]:
+    ]:  # fmt: skip
         assert view.scheme.layout == PackedLayout(axis)
         assert view.qdata.numel() * 8 == view.numel() * w.scheme.weight.dtype.bits
 

@@ -265,7 +265,7 @@ def functional_call(case: Case) -> None:
     same_module(module, case.module, "after the call")
 
 
-@movement(TRANSFORMS, "`vmap`")
+@movement(TRANSFORMS, "`vmap` of inputs")
 def vmap(case: Case) -> None:
     """Over inputs gives what a loop over them gives."""
     module, x = copy.deepcopy(case.module).eval(), case.kind.inputs()

@@ -234,8 +234,7 @@ def test_gradients_are_finite_differences_of_the_smooth_part(granularity, dtype,
 
     def smooth(x: Tensor, s: Tensor, z: Tensor) -> Tensor:
         s, z = spread(s), spread(z)
-        v = x / s + rest
-        return torch.where(inside, v, (rounded + z0).clamp(low, high) - z) * s
+        return torch.where(inside, x / s + rest, (rounded + z0).clamp(low, high) - z) * s
 
     upstream = data(6, 8, seed=7).double()
     inputs = [x.double(), scale.double(), zero.double() if offset else torch.zeros_like(scale).double()]

@@ -24,8 +24,7 @@ PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 def shapes_and_blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A shape of one to four axes, some empty, and a block that divides it."""
     blocks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    counts = [draw(st.integers(0, 3)) for _ in blocks]
-    return tuple(b * n for b, n in zip(blocks, counts)), tuple(blocks)
+    return tuple(b * n for b, n in zip(blocks, [draw(st.integers(0, 3)) for _ in blocks])), tuple(blocks)
 
 
 @pytest.mark.parametrize(("granularity", "shape", "block", "scale"), [

@@ -11,18 +11,11 @@ from tests import rounding
 from tests.refusals import refuses
 
 RULES = [
-    MinMaxRule(),
-    AbsMaxRule(),
-    AbsMaxRule(0.5),
-    AbsMeanRule(),
-    PowerMeanRule(2.0, 1.5),
-    FixedRangeRule(-1, 1),
-    PercentileRule(90),
-    MSERule(5),
-    HQQRule(iterations=3, starts=2),
+    MinMaxRule(), AbsMaxRule(), AbsMaxRule(0.5), AbsMeanRule(), PowerMeanRule(2.0, 1.5), FixedRangeRule(-1, 1),
+    PercentileRule(90), MSERule(5), HQQRule(iterations=3, starts=2),
     # And those that a user has defined.
     *(rule() for rule in ScaleRule.__subclasses__() if rule.__module__.partition(".")[0] not in ("qtorch", "tests")),
-]
+]  # fmt: skip
 GRANULARITIES = [PerTensor(), PerRow(), PerAxis(-1), PerGroup(16), PerBlock((4, 16))]
 
 

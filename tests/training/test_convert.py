@@ -202,6 +202,10 @@ def test_bitnet_floats_and_stochastic_weights() -> None:
     assert set(codes.unique().tolist()) == {-1, 0, 1}
     torch.testing.assert_close(scale, mean.expand(96, 1))
     assert torch.equal(codes.float(), (master / mean).round().clamp(-1, 1))
+    table = nn.Embedding(50, 64)
+    quantize_(table, training.bitnet_training(), targets="all")
+    table(torch.arange(50)).sum().backward()
+    assert bool((table.weight.grad == 1).all())  # beyond the clip, too
     recipe = training.int8_mixed_precision_training(training.Int8MixedPrecisionTrainingConfig(output=False))
     model, x = trained(recipe), torch.randn(8, 64)
     wanted = model(x)

@@ -108,8 +108,7 @@ LEARNED: dict[str, qtorch.recipes.base.Recipe] = {
 
 
 def layer_and_input(ndim: int, options: dict) -> tuple[nn.Module, Tensor]:
-    layer = LAYERS[ndim](16, 8, 2, **options)
-    return nn.Sequential(layer, nn.Flatten()), torch.randn(3, 16, *(6, 5, 4)[:ndim])
+    return nn.Sequential(LAYERS[ndim](16, 8, 2, **options), nn.Flatten()), torch.randn(3, 16, *(6, 5, 4)[:ndim])
 
 
 def train(model: nn.Module, x: Tensor, steps: int = 2) -> None:

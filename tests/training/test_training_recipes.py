@@ -9,6 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.nn import functional as F
 
 import qtorch
 from qtorch import PerBlock, PerGroup, PerTensor, compute_error, int4_weight_only, quantize_, training
@@ -16,6 +17,7 @@ from qtorch.calibration import min_max
 from qtorch.recipes.base import RECIPES as REGISTERED
 from qtorch.recipes.base import Recipe
 from qtorch.training import Int8MixedPrecisionTrainingConfig, float8_training, int8_mixed_precision_training
+from qtorch.training.engine import contraction
 from qtorch.training.recipes.base import TrainingRecipe
 from tests.attack import training_recipes
 from tests.every_recipe import is_of_users
@@ -263,7 +265,7 @@ def test_an_optimizer_made_before() -> None:
 
 def test_products_and_what_convert_takes() -> None:
     whole = model(int8_mixed_precision_training())
-    refuses("^stack of weights", lambda: torch.func.stack_module_state([whole, whole]), NotImplementedError)
+    refuses("stack.* of weights", lambda: torch.func.stack_module_state([whole, whole]), NotImplementedError)
     weight = whole[0].weight
     with pytest.raises(NotImplementedError, match="in training would run in full precision"):
         torch.tensordot(torch.randn(3, 64), weight, dims=([1], [1]))
@@ -282,3 +284,37 @@ def test_products_and_what_convert_takes() -> None:
     assert made[1].weight is other
     assert not isinstance(made[0].weight, training.MasterWeight)
     refuses("nothing to quantize", lambda: quantize_(made, training.convert()))
+
+
+ARRANGED = {
+    "stack": lambda w: torch.stack([w, w]), "cat": lambda w: torch.cat([w[:2], w]),
+    "pad": lambda w: F.pad(w, (0, 0, 0, 3)), "index": lambda w: w[torch.arange(3)], "flip": lambda w: w.flip(0),
+    "index_select": lambda w: w.index_select(0, torch.arange(3)), "roll": lambda w: w.roll(1, 0), "tril": torch.tril,
+    "repeat": lambda w: w.repeat(2, 1),
+}  # fmt: skip
+ELEMENTWISE = (lambda w: w * 0.5, F.normalize, lambda w: w - w.mean(), lambda w: torch.where(w > 0, w, w), torch.tanh)
+OF_LOSSES = (lambda w: w**2, torch.abs, lambda w: w - torch.ones(32, 96), torch.zeros_like, lambda w: w.sum(0))
+
+
+OF_FLOATS = [int8_mixed_precision_training(), training.qat(int4_weight_only(group_size=32)), training.bitnet_training()]
+
+
+@pytest.mark.parametrize("recipe", OF_FLOATS, ids=str)
+def test_functions_of_weights_say_that_products_with_them_are_float(recipe: Recipe) -> None:
+    weight = model(recipe)[2].weight
+    assert torch.equal(F.linear(torch.eye(96), weight.expand(32, 96).view(-1, 96)), F.linear(torch.eye(96), weight))
+    for name, function in ARRANGED.items():
+        refuses(
+            f"aten.*{name}.* of weights in training", lambda function=function: function(weight), NotImplementedError
+        )
+        with torch.no_grad():
+            function(weight)
+    for function in ELEMENTWISE:
+        contraction._given.clear()
+        with pytest.warns(UserWarning, match="of a weight in training is a plain tensor"):
+            function(weight)
+    contraction._given.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sum(function(weight).sum() for function in OF_LOSSES).backward()
+        torch.optim.AdamW([weight]).step()

@@ -136,6 +136,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _encoder_decoder(max_position_embeddings=64, forced_eos_token_id=None),
         text_to_text,
     ),
+    "marian": Architecture("MarianMTModel", "MarianConfig", _encoder_decoder(max_position_embeddings=64), text_to_text),
     # vision
     "vit": Architecture("ViTForImageClassification", "ViTConfig", {**TEXT, **IMAGE}, image(), False),
     "convnext": Architecture("ConvNextForImageClassification", "ConvNextConfig", CONVNEXT, image(32), False),

@@ -104,8 +104,7 @@ class MSEObserver(RangeSearch):
         weights = (counts / counts.sum()).double()
 
         def error(lows: Tensor, highs: Tensor) -> Tensor:
-            reals = quantized(values, lows, highs, spec)[1]
-            return (reals - values).double().square() @ weights
+            return (quantized(values, lows, highs, spec)[1] - values).double().square() @ weights
 
         return best_range(seen.low, seen.high, spec, self.steps, self.smallest, error)
 

@@ -73,8 +73,7 @@ class LearnedGrid:
 
     def weight(self) -> Tensor:
         """(N, K) in the logical dtype, with gradients."""
-        scale = self._spread(self.scale * (1 + self.factor))
-        return ((self._codes() - self.zeros) * scale).to(self.grid.dtype)
+        return ((self._codes() - self.zeros) * self._spread(self.scale * (1 + self.factor))).to(self.grid.dtype)
 
     @torch.no_grad()
     def learned(self) -> Grid:

@@ -104,8 +104,7 @@ class Grid:
         if isinstance(spec, QuantSpec) and spec.zero_point_domain.adds_zero_point and self.other is not None:
             zeros = torch.zeros_like(ones)
             offset = spec.dequantize(self.codes, zeros, self.other)
-            at_one = spec.dequantize(self.codes, ones, torch.zeros_like(self.other))
-            return at_one, offset
+            return spec.dequantize(self.codes, ones, torch.zeros_like(self.other)), offset
         multiplier = spec.dequantize(self.codes, ones, self.other)  # type: ignore[arg-type]
         return multiplier, torch.zeros_like(multiplier)
 

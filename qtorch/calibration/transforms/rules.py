@@ -21,9 +21,7 @@ def rule_of(node: fx.Node) -> Rule:
         return _checked(RULES[name]) if in_place(node) else RULES[name]
     if "grouped_mm" in name:
         return _grouped_mm
-    if node.target is getitem:
-        return _item
-    return _unknown
+    return _item if node.target is getitem else _unknown
 
 
 def in_place(node: fx.Node) -> bool:

@@ -103,8 +103,7 @@ class Consumer:
         by = torch.cat([scales.new_ones(1), scales]).to(rows)[self.channels.to(rows.device)]
         divided = self._by_rows(self.weight).to(rows.dtype) / by
         rounded = Grid.of(divided, self.recipe.linear_spec().weight, self.weight.dtype).values().to(rows.dtype)
-        got = self._quantized(rows * by) @ rounded.t()
-        return float((got - self.reference).square().sum() / self.energy)
+        return float((self._quantized(rows * by) @ rounded.t() - self.reference).square().sum() / self.energy)
 
     @cached_property
     def rows(self) -> Tensor:

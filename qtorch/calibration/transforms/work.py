@@ -69,8 +69,7 @@ def find_wrong(items: Sequence[T], differs: Callable[[Sequence[T]], bool]) -> li
     if len(items) == 1:
         return list(items)
     half = len(items) // 2
-    found = [*find_wrong(items[:half], differs), *find_wrong(items[half:], differs)]
-    return found or list(items)
+    return [*find_wrong(items[:half], differs), *find_wrong(items[half:], differs)] or list(items)
 
 
 CHUNK_BYTES = 1 << 30
@@ -97,8 +96,7 @@ class Work:
 
     def difference(self) -> float:
         """How far the outputs are from those of the model before any transform."""
-        reference = self.reference
-        return difference(reference, outputs(self.model, self.data, self.batches[0]))
+        return difference(self.reference, outputs(self.model, self.data, self.batches[0]))
 
     @cached_property
     def all_folds(self) -> tuple[list[Fold], list[Refusal]]:

@@ -93,9 +93,7 @@ def _why_not(module: nn.Module) -> str | None:
         return f"computes in {weight.scheme.dtype}, not in fp32"
     if module.padding_mode != "zeros" or (module.padding == "same" and any(r % 2 for r in _reach(module))):
         return "pads with other numbers than zeros, or more at one end"
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "has hooks"
-    return None
+    return "has hooks" if module._forward_hooks or module._forward_pre_hooks else None
 
 
 def _reach(conv: nn.Conv2d) -> list[int]:

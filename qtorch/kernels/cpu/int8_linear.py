@@ -142,8 +142,7 @@ def numerics_of(quantizer: Sequence[float], scale: int = 0, zero_point: int = 0)
 
 def of_rows(xs: Tensor, xz: Tensor | None, m: int) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point for each row, in memory of their own: a quantizer may write NaN into the scales."""
-    zero_point = None if xz is None else empty((m, 1), torch.int32).copy_(xz)
-    return empty((m, 1), torch.float32).copy_(xs), zero_point
+    return empty((m, 1), torch.float32).copy_(xs), None if xz is None else empty((m, 1), torch.int32).copy_(xz)
 
 
 def quantize_rows(

@@ -76,5 +76,4 @@ def cuda_int8_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     xq, xs, xz = quantize.quantize_input(rows, weight)
     fused, bias = split_bias(bias, x, weight.scheme.shape[0])
     codes = weight.qdata, weight.dense_scale(), weight.zero_point, weight.scheme.weight.dtype.name
-    y = cuda_int8_mm(xq, xs, xz, *codes, fused, x.dtype)
-    return from_rows(y, x, bias)
+    return from_rows(cuda_int8_mm(xq, xs, xz, *codes, fused, x.dtype), x, bias)

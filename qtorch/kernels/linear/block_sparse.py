@@ -32,8 +32,7 @@ def block_sparse_int8_mm(
     """See `int8_grouped_mm`; `qdata` (of `weight_dtype`), `columns` and `ws` are those of `BlockSparseLayout`."""
 
     def product(x: Tensor, codes: Tensor, rows: slice) -> Tensor:
-        scale = ws if ws.shape[0] == 1 else ws[rows]
-        return int8_grouped_mm(x, xs, xz, codes, scale, None, dtype)
+        return int8_grouped_mm(x, xs, xz, codes, ws if ws.shape[0] == 1 else ws[rows], None, dtype)
 
     return _multiply_rows_of_blocks(xq, qdata, columns, qdtype(weight_dtype), product, dtype)
 

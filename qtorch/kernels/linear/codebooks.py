@@ -88,8 +88,7 @@ def vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: int) -
     # The sum of a block may be 16 times its largest number: a row near that of the dtype is rotated as a smaller one.
     limit, power = (2.0**12, 2.0**4) if x.dtype == torch.float16 else (LARGE, LARGE)
     up = power_if_larger(x.abs(), limit, power)
-    y = multiply_slices(rotated_input(x / up, rotation), len(codes), slice_length(x, columns), read)
-    return y.mul_(up)
+    return multiply_slices(rotated_input(x / up, rotation), len(codes), slice_length(x, columns), read).mul_(up)
 
 
 @opaque(lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[1] * VECTOR))
@@ -134,5 +133,4 @@ def vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tenso
     rows, rotation = to_rows(x), rotation_of(weight)
     if weight.scheme.layout.packed_axis == -1:
         return from_rows(vector_codebook_mm(rows, weight.qdata, weight.scale, rotation), x, bias)
-    y = transposed_vector_codebook_mm(rows, weight.qdata.t(), weight.scale.t(), rotation)
-    return from_rows(y, x, bias)
+    return from_rows(transposed_vector_codebook_mm(rows, weight.qdata.t(), weight.scale.t(), rotation), x, bias)

@@ -81,5 +81,4 @@ def int4_tiled_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear with a weight in the tiled layout."""
     n, k = weight.scheme.shape
     group = weight.scheme.weight.block_size((n, k))[1]
-    y = int4_tiled_mm(to_rows(x), weight.qdata, weight.scale_and_zero, n, group)
-    return from_rows(y, x, bias)
+    return from_rows(int4_tiled_mm(to_rows(x), weight.qdata, weight.scale_and_zero, n, group), x, bias)

@@ -58,8 +58,7 @@ def supports_int32(problem: Problem) -> str | None:
 @register("linear", layout="plain", weight=INTEGERS, activation=("int8",), priority=20, supports=supports, note=NOTE)
 def int8_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation above."""
-    y = fusible_int8_mm(*quantize_input(to_rows(x), weight), *weight.plain(), x.dtype)
-    return from_rows(y, x, bias)
+    return from_rows(fusible_int8_mm(*quantize_input(to_rows(x), weight), *weight.plain(), x.dtype), x, bias)
 
 
 @opaque(lambda xq, xs, xz, qdata, *rest: xs.new_empty(xq.shape[0], qdata.shape[0], dtype=rest[-1]))
@@ -157,5 +156,4 @@ def emulated_scaled_mm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) 
     assert scheme.activation is not None
     x32 = dequantize_rows(scheme.activation, *quantize_input(to_rows(x), weight))
     arguments = *weight.plain(), *code_arguments(scheme.weight)
-    y = weight_only_mm(x32, *arguments)
-    return from_rows(y.to(x.dtype), x, bias)
+    return from_rows(weight_only_mm(x32, *arguments).to(x.dtype), x, bias)

@@ -118,5 +118,4 @@ def semi_sparse_weight_only_mm(x: Tensor, weight: Any, bias: Tensor | None) -> T
     """Linear with an input in floating point."""
     scheme, ws = weight.scheme, weight.dense_scale()
     axis, name = scheme.layout.packed_axis, scheme.weight.dtype.name
-    y = semi_sparse_weight_mm(to_rows(x), weight.qdata, scheme.shape[0], axis, ws, name)
-    return from_rows(y, x, bias)
+    return from_rows(semi_sparse_weight_mm(to_rows(x), weight.qdata, scheme.shape[0], axis, ws, name), x, bias)

@@ -23,8 +23,7 @@ NOTE = "dequantizes on each call: on CPU it saves memory, not time"
 def weight_only_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Linear with any weight-only scheme."""
     arguments = *weight.plain(), *code_arguments(weight.scheme.weight)
-    y = weight_only_mm(to_rows(x), *arguments)
-    return from_rows(y, x, bias)
+    return from_rows(weight_only_mm(to_rows(x), *arguments), x, bias)
 
 
 @custom_ops.opaque(lambda x, qdata, n, *_: x.new_empty(x.shape[0], n))

@@ -7,8 +7,9 @@
 
     decay = 1 - lr weight_decay (Adam: 1),  step_size = lr / (1 - beta1^t),  correction = 1 / sqrt(1 - beta2^t)
 
-in fp32, in this order, each operation rounded on its own, so that compiled kernels give the same bits. The weight is
-rounded once, so weight decay adds to the update before anything of it is lost. After the update, which uses m and s as
+in fp32, in this order, each operation rounded on its own, so that compiled kernels give the same bits. Where squares
+of finite g overflow, v is the largest number: an infinite scale would lose the whole block. The weight is rounded
+once, so weight decay adds to the update before anything of it is lost. After the update, which uses m and s as
 computed, they are quantized by blocks; codes of s stand for s, not for v, and are at least 1 where s > 0 (a code of 0
 would divide m by eps alone).
 
@@ -88,6 +89,8 @@ def adam_step(weight: Tensor, grad: Tensor, moments: list[Moment], blocks: FlatB
     m = first * step.beta1 + g * (1 - step.beta1)
     is_root = step.form != "32"
     v = (second * second if is_root else second) * step.beta2 + g * g * (1 - step.beta2)
+    if is_root:
+        v = torch.where(g.isfinite(), v.clamp(max=torch.finfo(torch.float32).max), v)
     s = _root(v)
     new = [m, s if is_root else v]
     if highest:

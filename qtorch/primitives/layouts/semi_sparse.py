@@ -102,8 +102,7 @@ def unpack_2_4(packed: Tensor, length: int, dtype: torch.dtype, axis: int = -1) 
     kept = rows.shape[-1] // 10 * 8
     shifts = unpack_bits(rows[..., kept:], 2, kept, dtype=torch.int32).mul_(8)
     first, second = rows[..., :kept].to(torch.int32).bitwise_left_shift_(shifts).chunk(2, -1)
-    codes = (first | second).view(torch.uint8)
-    return codes[..., :length].contiguous().view(dtype).movedim(-1, axis)
+    return (first | second).view(torch.uint8)[..., :length].contiguous().view(dtype).movedim(-1, axis)
 
 
 def has_cusparselt(codes: Tensor) -> bool:

@@ -43,8 +43,7 @@ def quantized_matmul(lhs: Tensor, rhs: Tensor, spec: TrainingSpec) -> Tensor:
     if rhs.dim() == 1:
         return quantized_matmul(lhs, rhs.unsqueeze(1), spec).squeeze(-1)
     if rhs.dim() == 2:
-        y = product(lhs.reshape(-1, lhs.shape[-1]), rhs.t())
-        return y.reshape(*lhs.shape[:-1], rhs.shape[-1])
+        return product(lhs.reshape(-1, lhs.shape[-1]), rhs.t()).reshape(*lhs.shape[:-1], rhs.shape[-1])
     if lhs.dim() == 1:
         return quantized_matmul(lhs.unsqueeze(0), rhs, spec).squeeze(-2)
     return batches_by(product, lhs, rhs.mT)

@@ -144,8 +144,7 @@ def first_element(parameter: Any) -> int:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    strides = _row_major(parameter.shape)
-    return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return sum(offset * stride for offset, stride in zip(offsets, _row_major(parameter.shape), strict=True))
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

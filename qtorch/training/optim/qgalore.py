@@ -57,8 +57,7 @@ def stored(basis: Tensor) -> BlockedTensor:
 def orthonormal(projector: BlockedTensor) -> Tensor:
     """The basis that a stored one stands for, fp32."""
     basis = projector.dequantize(torch.float32)
-    lower = torch.linalg.cholesky(basis @ basis.T)
-    return torch.linalg.solve_triangular(lower, basis, upper=False)
+    return torch.linalg.solve_triangular(torch.linalg.cholesky(basis @ basis.T), basis, upper=False)
 
 
 def rotated(moment: Tensor, squares: bool, old: Tensor, new: Tensor) -> Tensor:

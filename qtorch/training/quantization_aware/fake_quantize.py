@@ -95,8 +95,7 @@ def fake_quantized_conv(
         of_w = None if w.codes is None else rows_of(w.codes, group, window.groups)
         return converted_linear(x.values, parts[group], None, x.codes, of_w).to(input.dtype)
 
-    y = conv.multiply_windows(input, window, run)
-    return conv.with_bias(y, bias)
+    return conv.with_bias(conv.multiply_windows(input, window, run), bias)
 
 
 def _conv_of_images(

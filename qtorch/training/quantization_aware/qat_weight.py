@@ -259,8 +259,8 @@ def _of_view(spec: QATSpec, func: Any, args: Any, weight: Tensor) -> QATSpec:
         return spec if whole else part
     order = _order(func, args, ndim)
     if order is None:
-        sizes = tuple(args[1]) if func in (aten.view.default, aten.as_strided.default) else ()
-        return spec if sizes == tuple(weight.shape) else part
+        shape = args[1] if func is aten.as_strided.default else func(weight, *args[1:]).shape
+        return spec if tuple(shape) == tuple(weight.shape) else part
     if order[-2:] == [ndim - 2, ndim - 1]:
         return spec
     return replace(spec, transposed=not spec.transposed) if order[-2:] == [ndim - 1, ndim - 2] else part

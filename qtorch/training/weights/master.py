@@ -30,10 +30,10 @@ from .gathered import SentCodes, codes_to_send, joined_scales, one_scale
 
 aten = torch.ops.aten
 
-_VIEWS = "alias as_strided chunk clone detach permute split_with_sizes t unsqueeze view _unsafe_view"
+_VIEWS = "alias as_strided chunk clone detach expand permute split_with_sizes squeeze t unsqueeze view _unsafe_view"
 _COPIES = "empty_like new_empty new_zeros _pin_memory _to_copy"
 KEEPS_TYPE = {getattr(aten, name).default for name in f"{_VIEWS} {_COPIES}".split()}
-KEEPS_TYPE |= {aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.squeeze.dim}
+KEEPS_TYPE |= {aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.squeeze.dim, aten.squeeze.dims}
 KEEPS_TYPE |= {aten.transpose.int, aten.unbind.int}
 """Operators whose result is a weight in training. `zeros_like`, which makes the state of an optimizer, is not here."""
 
@@ -41,6 +41,13 @@ PRODUCTS = {
     getattr(aten, name).default
     for name in ("addmm", "baddbmm", "bmm", "convolution", "embedding", "linear", "matmul", "mm", "mv")
 }
+
+_ARRANGE = "stack cat index index_select flip roll repeat constant_pad_nd tril triu"
+ARRANGED = [getattr(aten, name) for name in _ARRANGE.split()]
+"""Operators that put rows and columns of weights together anew: whatever multiplies the result takes plain floats."""
+
+OF_PENALTIES = (aten.abs, aten.pow, aten.sub)
+"""Functions of single elements of which losses are made, if all tensors have the shape of the result."""
 
 NARROW = (torch.bfloat16, torch.float16)
 """Small updates vanish in weights of these dtypes."""
@@ -156,11 +163,6 @@ class MasterWeight(TrainingWeight):
                 "qtorch.training.quantized_matmul or quantized_einsum. torch.func.grad with respect to such a weight "
                 "hides what it is: use torch.autograd.grad or backward()"
             )
-        if func is aten.stack.default:
-            raise NotImplementedError(
-                "stack of weights in training, as by torch.func.stack_module_state, would multiply in full precision; "
-                "run the models one by one, or stack what dequantize() returns"
-            )
         if torch.is_inference_mode_enabled() and func not in KEEPS_TYPE:  # composites arrive here whole
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -175,6 +177,8 @@ class MasterWeight(TrainingWeight):
         floats = lambda w: w.master if whole else w.master.to(w.dtype)  # noqa: E731
         plain_args, plain_kwargs = tree_map_only(cls, floats, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
+        if func not in KEEPS_TYPE and torch.is_grad_enabled() and isinstance(result, Tensor) and result.dim() > 1:
+            _check_function(func, args, result)
         if func._schema.is_mutable:
             _count_writes(func, plain_args, plain_kwargs)
         if func in KEEPS_TYPE and weight is not None:
@@ -289,6 +293,25 @@ def _with_quantized_scales(weight: Tensor, spec: QuantSpec, linear: LinearSpec) 
     return AffineQuantizedTensor.from_canonical(
         torch.cat(codes).view(weight.shape), others, Scheme(linear, tuple(weight.shape), weight.dtype)
     )
+
+
+def _check_function(func: Any, args: Any, result: Tensor) -> None:
+    """Refuse, or warn of, a function of weights that is most likely multiplied, in full precision then."""
+    kind, tensors = func.overloadpacket, [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+    if not any(isinstance(tensor, MasterWeight) and tensor.requires_grad for tensor in tensors):
+        return
+    if kind in ARRANGED:
+        raise NotImplementedError(
+            f"{func} of weights in training would multiply in full precision: multiply by each of them, "
+            "look rows up by F.embedding, or take what dequantize() returns, which does not train"
+        )
+    penalty = kind in OF_PENALTIES and all(tensor.shape == result.shape for tensor in tensors)
+    if torch.Tag.pointwise in func.tags and result.is_floating_point() and not penalty:
+        contraction.warn_once(
+            f"{func}",
+            f"{func} of a weight in training is a plain tensor: where it is multiplied, that is in full precision; "
+            "leave such a layer in floating point (None), or call qtorch.training.quantized_matmul",
+        )
 
 
 def _count_writes(func: Any, args: Any, kwargs: Any) -> None:

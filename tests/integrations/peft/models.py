@@ -47,8 +47,7 @@ def randomized(model: torch.nn.Module, size: float = 0.05) -> torch.nn.Module:
 
 
 def adapted(base: torch.nn.Module, **options: Any) -> Any:
-    config = LoraConfig(**{"r": 4, "target_modules": TARGETS, **options})
-    return randomized(get_peft_model(base, config))
+    return randomized(get_peft_model(base, LoraConfig(**{"r": 4, "target_modules": TARGETS, **options})))
 
 
 def output(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:

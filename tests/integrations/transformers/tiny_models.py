@@ -45,6 +45,7 @@ CASES: dict[str, Case] = {
     "gpt2": Case("gpt2", {"transformer.wpe": I8, "lm_head": I4}),
     # transformers keeps `wo` in fp32; the head is tied to `shared`.
     "t5": Case("t5", {"shared": I8, r".*": I4}, {"lm_head": I8, r".*\.wo": None}),
+    "marian": Case("marian", {r".*": I4}, {"lm_head": None}),
     "vit": Case("vit", {r".*\.projection": I8, r".*": I4}),
     "whisper": Case("whisper", {r".*\.conv\d": I8, r".*": I4}, {"proj_out": None}),
 }

@@ -86,8 +86,7 @@ class Checkout:
         return self.log.read_text().count("compiled") if self.log.exists() else 0
 
     def library(self) -> Path:
-        folder = self.cache / "qtorch" / cache.folder().name
-        return build.library_path(self.instruction_set, folder)
+        return build.library_path(self.instruction_set, self.cache / "qtorch" / cache.folder().name)
 
 
 @pytest.fixture(params=[pytest.param("checkout", marks=pytest.mark.slow)])

@@ -139,7 +139,8 @@ void step_block(const Adam& in, const Numbers& numbers, int64_t number, int64_t 
         Floats m = First::value(widen(codes1 + i)) * scale1, s = Second::value(widen(codes2 + i)) * scale2;
         if (has_l2) d = d + x * by.l2;
         m = m * by.beta1 + d * by.rest1;
-        s = root(s * s * by.beta2 + d * d * by.rest2);
+        const Floats v = s * s * by.beta2 + d * d * by.rest2, most = broadcast(__FLT_MAX__);
+        s = root((v > most) & (larger(d, -d) <= most) ? most : v);
         store(means + i, m);
         store(roots + i, s);
         range1.add(m);

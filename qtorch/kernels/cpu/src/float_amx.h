@@ -224,7 +224,7 @@ struct AmxBlock {
         auto bytes = [&](int64_t i) { return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i))), shift); };
         auto table_of = [&](Floats low, Floats high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); };
         auto look_up = [&](const auto& numbers) {  // (group, first code)
-            if (w.group != 16) {
+            if (TWO || w.group != 16) {
                 each_group(edge, columns, [&](int64_t i, int64_t stop, int64_t g) {
                     const Floats low = numbers(g, 0);
                     const __m512i table = table_of(low, TWO ? numbers(g, 16) : low), more = TWO ? table_of(numbers(g, 32), numbers(g, 48)) : table;

@@ -161,7 +161,8 @@ def _step(
             tl.store(c3_ptr + at, v, mask=here)
         s = tl.sqrt_rn(v)
     else:
-        s = tl.sqrt_rn(v)
+        most = 3.4028234663852886e38
+        s = tl.sqrt_rn(tl.where((v > most) & (tl.abs(g) <= most), most, v))
         _write(m, c1_ptr, s1_ptr, blocks, run, place, inside, COUNT, BLOCK, RUN, largest, N1, C1, False, TINY, FORM,
                ROWS, WIDTH)  # fmt: skip
         _write(s, c2_ptr, s2_ptr, blocks, run, place, inside, COUNT, BLOCK, RUN, largest, N2, 0, True, TINY, FORM,
