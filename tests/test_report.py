@@ -75,15 +75,9 @@ def test_json() -> None:
     data = report_of(Tied()).to_json()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert {key: data[key] for key in data if key not in ("layers", "advice")} == {
-        "dry_run": False,
-        "bytes_before": 20480,
-        "bytes_after": 3840,
-        "model_bytes_before": 22656,
-        "model_bytes_after": 6016,
-        "parameters": 5664,
-        "quantized_parameters": 5120,
-        "transforms": [],
-    }
+        "dry_run": False, "bytes_before": 20480, "bytes_after": 3840, "model_bytes_before": 22656,
+        "model_bytes_after": 6016, "parameters": 5664, "quantized_parameters": 5120, "transforms": [],
+    }  # fmt: skip
     (skipped,) = [layer for layer in data["layers"] if layer["action"] == "skipped"]
     assert skipped["shape"] == [16, 32]
     assert (skipped["detail"], skipped["also"], skipped["sqnr"]) == ("None for 'embed'", ["head.weight"], None)

@@ -78,8 +78,7 @@ def set_data(tensor: QuantizedTensor, data: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             Tensor.data.__set__(tensor, new)  # type: ignore[attr-defined]
         tensor.fast_linear = tensor.fast_grouped = tensor.fast_conv = tensor.matrices = None
-        own = vars(new)
-        vars(tensor).update({name: own[name] for name in ("scheme", *new.tensor_names(new.scheme))})
+        vars(tensor).update({name: vars(new)[name] for name in ("scheme", *new.tensor_names(new.scheme))})
 
 
 # Errors for direct access to the memory of a quantized tensor, which only its inner tensors have.

@@ -157,8 +157,7 @@ class _Forward:
         if self._codes is None or self._codes[0] is not weight:
             self._codes = (weight, self._of_codes(weight))
         x = _local(input)
-        group = self._mesh.get_group()
-        partial = _Product.apply(x, weight, self._codes[1], group)
+        partial = _Product.apply(x, weight, self._codes[1], self._mesh.get_group())
         y = DTensor.from_local(partial, self._mesh, [Partial()], run_check=False)
         result: Tensor = y.redistribute(placements=self._layouts)
         return result if module.bias is None else result + module.bias

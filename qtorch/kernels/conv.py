@@ -172,6 +172,11 @@ def per_axis(value: Size, ndim: int) -> tuple[int, ...]:
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}  # by the axes of an image
 
 
+def in_order(values: Tensor) -> Tensor:
+    """Contiguous, with the strides of its shape: a kernel of one may have others, by which torch takes its order."""
+    return values.contiguous().flatten().view(values.shape)
+
+
 NOTE = "dequantizes the weight on each call: it saves memory, not time"
 
 
@@ -180,7 +185,7 @@ def dequantized_conv(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, wi
     """(B, N, *positions) in the dtype of x (B, C, *sizes), for a weight (N, C / groups, *kernel) stored as a matrix."""
     values = from_matrix(weight.scheme.weight.dequantize(*weight.plain(), x.dtype), weight.scheme.shape)
     if not is_channels_last(x):  # else the result would be channels-last, which its readers may not support
-        values = values.contiguous()
+        values = in_order(values)
     _, stride, padding, dilation, groups = window
     return CONVOLUTIONS[len(window.kernel)](x, values, bias, stride, padding, dilation, groups)
 
@@ -207,7 +212,7 @@ def portable_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -
     """`dequantized_conv` by operators of torch alone; a static activation is quantized and dequantized before it."""
     _, stride, padding, dilation, groups = window
     values = portable.dequantized_weight(weight, x.dtype)
-    values = values if values.dim() > 2 else from_matrix(values, weight.scheme.shape).contiguous()
+    values = values if values.dim() > 2 else in_order(from_matrix(values, weight.scheme.shape))
     real = x if weight.scheme.activation is None else portable.fake_quantized(x, weight).to(x.dtype)
     return CONVOLUTIONS[len(window.kernel)](real, values, bias, stride, padding, dilation, groups)
 

@@ -41,14 +41,9 @@ def test_bytes_are_those_of_the_quantized_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "kind", "amount", "of_model"), [
-    ("3.5 bits", "bits", 3.5, False),
-    ("4 bits a weight", "bits", 4, False),
-    (1_000_000, "bytes", 10**6, False),
-    ("1.2 GB", "bytes", 1.2e9, False),
-    ("1.5GiB", "bytes", 1.5 * 2**30, False),
-    ("300 kB model", "bytes", 3e5, True),
-    ("12 ms a token", "time", 12e6, False),
-    ("250 us", "time", 250e3, False),
+    ("3.5 bits", "bits", 3.5, False), ("4 bits a weight", "bits", 4, False), (1_000_000, "bytes", 10**6, False),
+    ("1.2 GB", "bytes", 1.2e9, False), ("1.5GiB", "bytes", 1.5 * 2**30, False), ("300 kB model", "bytes", 3e5, True),
+    ("12 ms a token", "time", 12e6, False), ("250 us", "time", 250e3, False),
 ])  # fmt: skip
 def test_budgets(text: str | int, kind: str, amount: float, of_model: bool) -> None:
     found = Budget.of(text)

@@ -10,7 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from qtorch import AffineQuantizedTensor, compute_error, nf4_weight_only, quantize_
+from qtorch import AffineQuantizedTensor, LinearSpec, PerRow, QuantSpec, compute_error, nf4_weight_only, quantize_
+from qtorch import ZeroPointDomain as Z
 from qtorch.dtypes import ConvWeight
 from qtorch.kernels import conv, record_kernels
 from qtorch.kernels.cpu import compiled_library
@@ -313,3 +314,12 @@ def test_every_recipe_compiles(name: str) -> None:
     layer, x = nn.Conv2d(64, 64, 1).requires_grad_(False), torch.randn(2, 64, 5, 5)
     assert quantize_(layer, every_recipe.make(name, 32), targets="all").quantized
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "float8_e4m3fn"])
+def test_codes_without_zero_points_and_kernels_of_one(dtype: str) -> None:
+    spec = LinearSpec(QuantSpec(dtype, PerRow(), zero_point_domain=Z.NONE))
+    for ndim, size, options in itertools.product((1, 2), (1, 2), ({}, {"stride": 2, "padding": 1, "dilation": 2})):
+        weight, x = ConvWeight.from_float(torch.rand(31, 32, *[1] * ndim), spec), torch.randn(5, 32, *[size] * ndim)
+        wanted = FUNCTIONS[ndim](x, weight.dequantize(), **options)
+        torch.testing.assert_close(FUNCTIONS[ndim](x, weight, **options), wanted)

@@ -64,16 +64,10 @@ def test_a_scheme_of_another_shape(recipe: WeightRecipe, shape: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("change", [
-    {"scale": torch.empty(0, 1)},
-    {"scale": torch.ones(1, 1)},
-    {"scale": torch.ones(255, 1)},
-    {"scale": torch.ones(256, 1, dtype=torch.int32)},
-    {"scale": torch.sparse_coo_tensor(size=(256, 1))},
-    {"scale": None},
-    {"qdata": torch.empty(2, 2, dtype=torch.int8)},
-    {"qdata": torch.empty(256, 256, device="meta", dtype=torch.int8)},
-    {"more": torch.ones(1)},
-    {"qdata": "no tensor"},
+    {"scale": torch.empty(0, 1)}, {"scale": torch.ones(1, 1)}, {"scale": torch.ones(255, 1)},
+    {"scale": torch.ones(256, 1, dtype=torch.int32)}, {"scale": torch.sparse_coo_tensor(size=(256, 1))},
+    {"scale": None}, {"qdata": torch.empty(2, 2, dtype=torch.int8)},
+    {"qdata": torch.empty(256, 256, device="meta", dtype=torch.int8)}, {"more": torch.ones(1)}, {"qdata": "no tensor"},
 ], ids=["empty", "one", "fewer", "integers", "sparse", "missing", "small", "meta", "more", "text"])  # fmt: skip
 def test_inner_tensors_of_another_kind(recipe: WeightRecipe, change: dict[str, Any]) -> None:
     refuses("damaged: ", lambda: load(*arguments(quantized(recipe), tensors=change)))

@@ -68,6 +68,11 @@ def test_scales_errors_and_longest_sums():
     a, b = random_codes(40, 24)[::2, 4:20], random_codes(16, 9)
     for other in (b, b.t().contiguous().t()):
         assert torch.equal(int_matmul(a, other).long(), a.long() @ b.long())
+    flat = random_codes(1, 999)[0]
+    windows = flat.as_strided((40, 16), (3, 1)), flat[:16].expand(40, 16), flat[:40, None].expand(40, 16)
+    for a in windows:  # rows that overlap
+        for b in (flat.as_strided((16, 9), (1, 7)), flat.as_strided((16, 1), (1, 1)), windows[0][:16]):
+            assert torch.equal(int_matmul(a, b).long(), a.long() @ b.long())
     a, b, scale = random_codes(3, 8), random_codes(8, 4), torch.rand(3, 1)
     expected = (a.long() @ b.long()).float() * scale
     torch.testing.assert_close(int_scaled_matmul(a, b, scale), expected, rtol=1e-6, atol=0)

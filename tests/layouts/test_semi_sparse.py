@@ -52,12 +52,9 @@ def test_bytes(spec: QuantSpec, n: int, k: int, row: int) -> None:
 def test_views_that_leave_the_axis_whole_stay_packed(name: str) -> None:
     w = quantized(name, 4, 32, 96)
     for view, axis in [
-        (w[1], -1),
-        (w[:, 3:9], -1),
-        (w.transpose(1, 2), -2),
-        (w.transpose(1, 2)[2].t(), -1),
+        (w[1], -1), (w[:, 3:9], -1), (w.transpose(1, 2), -2), (w.transpose(1, 2)[2].t(), -1),
         (w.reshape(128, 96), -1),
-    ]:
+    ]:  # fmt: skip
         assert view.scheme.layout == SemiSparseLayout(axis)
         assert view.qdata.numel() * 8 == view.numel() * 5
         assert view.qdata.untyped_storage().data_ptr() == w.qdata.untyped_storage().data_ptr()

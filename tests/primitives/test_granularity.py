@@ -28,25 +28,14 @@ def shapes_and_blocks(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 @pytest.mark.parametrize(("granularity", "shape", "block", "scale"), [
-    (PerTensor(), (), (), ()),
-    (PerTensor(), (7,), (7,), (1,)),
-    (PerTensor(), (3, 5), (3, 5), (1, 1)),
-    (PerTensor(), (2, 0), (2, 0), (1, 1)),
-    (PerRow(), (7,), (7,), (1,)),
-    (PerRow(), (3, 5), (1, 5), (3, 1)),
-    (PerRow(), (2, 3, 5), (1, 1, 5), (2, 3, 1)),
-    (PerRow(), (0, 5), (1, 5), (0, 1)),
-    (PerToken(), (2, 3, 5), (1, 1, 5), (2, 3, 1)),
-    (PerAxis(0), (4, 3, 2, 2), (1, 3, 2, 2), (4, 1, 1, 1)),
-    (PerAxis(-1), (4, 3), (4, 1), (1, 3)),
-    (PerGroup(3), (9,), (3,), (3,)),
-    (PerGroup(3), (2, 9), (1, 3), (2, 3)),
-    (PerGroup(-1), (2, 9), (1, 9), (2, 1)),
-    (PerGroup(4), (3, 0), (1, 4), (3, 0)),
-    (PerBlock((2, 3)), (4, 9), (2, 3), (2, 3)),
-    (PerBlock((2, 3)), (5, 4, 9), (1, 2, 3), (5, 2, 3)),
-    (PerBlock((-1, 3)), (4, 9), (4, 3), (1, 3)),
-    (PerBlock(()), (2, 3), (1, 1), (2, 3)),
+    (PerTensor(), (), (), ()), (PerTensor(), (7,), (7,), (1,)), (PerTensor(), (3, 5), (3, 5), (1, 1)),
+    (PerTensor(), (2, 0), (2, 0), (1, 1)), (PerRow(), (7,), (7,), (1,)), (PerRow(), (3, 5), (1, 5), (3, 1)),
+    (PerRow(), (2, 3, 5), (1, 1, 5), (2, 3, 1)), (PerRow(), (0, 5), (1, 5), (0, 1)),
+    (PerToken(), (2, 3, 5), (1, 1, 5), (2, 3, 1)), (PerAxis(0), (4, 3, 2, 2), (1, 3, 2, 2), (4, 1, 1, 1)),
+    (PerAxis(-1), (4, 3), (4, 1), (1, 3)), (PerGroup(3), (9,), (3,), (3,)), (PerGroup(3), (2, 9), (1, 3), (2, 3)),
+    (PerGroup(-1), (2, 9), (1, 9), (2, 1)), (PerGroup(4), (3, 0), (1, 4), (3, 0)),
+    (PerBlock((2, 3)), (4, 9), (2, 3), (2, 3)), (PerBlock((2, 3)), (5, 4, 9), (1, 2, 3), (5, 2, 3)),
+    (PerBlock((-1, 3)), (4, 9), (4, 3), (1, 3)), (PerBlock(()), (2, 3), (1, 1), (2, 3)),
 ])  # fmt: skip
 def test_block_and_scale_shape(
     granularity: Granularity, shape: tuple[int, ...], block: tuple[int, ...], scale: tuple[int, ...]

@@ -95,8 +95,7 @@ class DelayedScalingObserver(Observer):
         known = memory.amax(0)
         bound = torch.where(known > 0, known, measured[0])
         # A batch that is not finite leaves the history as it is.
-        newest = torch.where(measured.isfinite(), measured, known)
-        return torch.cat([newest, memory[:-1]]), (-bound, bound)
+        return torch.cat([torch.where(measured.isfinite(), measured, known), memory[:-1]]), (-bound, bound)
 
 
 @register_observer("weighted_stats")

@@ -154,8 +154,7 @@ def _magnitudes(seen: Histogram) -> tuple[Tensor, Tensor]:
     bins = (values.abs() / seen.width).floor()
     found, index = bins.unique(return_inverse=True)
     summed = torch.zeros_like(found).index_add_(0, index, counts)
-    largest = torch.maximum(-seen.low, seen.high)
-    return torch.clamp((found + 0.5) * seen.width, max=largest), summed
+    return torch.clamp((found + 0.5) * seen.width, max=torch.maximum(-seen.low, seen.high)), summed
 
 
 def _divergence(values: Tensor, counts: Tensor, low: Tensor, high: Tensor, codes: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...primitives import QuantSpec, jsonable, qdtype
+from ...primitives.fake_quant import straight_through
 from ..engine.in_order import BlockRun
 from .grid import Grid
 
@@ -69,7 +70,8 @@ class LearnedGrid:
 
     def _codes(self) -> Tensor:
         moved = self.base + self.offset
-        return (moved + (moved.round() - moved).detach()).clamp(self.low, self.high)
+        codes = moved.detach().round()
+        return straight_through(moved, codes.clamp(self.low, self.high), (codes >= self.low) & (codes <= self.high))
 
     def weight(self) -> Tensor:
         """(N, K) in the logical dtype, with gradients."""

@@ -102,8 +102,7 @@ class Grid:
         """(multipliers, offsets), (N, K) fp32: value = multiplier * scale + offset for each element."""
         ones, spec = torch.ones_like(self.scale, dtype=torch.float32), self.spec
         if isinstance(spec, QuantSpec) and spec.zero_point_domain.adds_zero_point and self.other is not None:
-            zeros = torch.zeros_like(ones)
-            offset = spec.dequantize(self.codes, zeros, self.other)
+            offset = spec.dequantize(self.codes, torch.zeros_like(ones), self.other)
             return spec.dequantize(self.codes, ones, torch.zeros_like(self.other)), offset
         multiplier = spec.dequantize(self.codes, ones, self.other)  # type: ignore[arg-type]
         return multiplier, torch.zeros_like(multiplier)

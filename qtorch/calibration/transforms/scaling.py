@@ -214,8 +214,7 @@ def search_scales(
 
 
 def _best(transform: str, group: Group, candidates: Iterable[Candidate]) -> tuple[Tensor | None, TransformReport]:
-    identity = torch.ones(group.fold.scales, dtype=torch.float32, device="cpu")
-    unchanged = group.error(identity)
+    unchanged = group.error(torch.ones(group.fold.scales, dtype=torch.float32, device="cpu"))
     best, words, lowest = None, "", unchanged
     for how, scales in candidates:
         error = group.error(scales)

@@ -203,8 +203,7 @@ def float8(entry: Entry) -> StoredWeight:
     shape = entry.shape("qdata")
     kind = entry.check("qdata", FLOAT8, shape)
     granularity, blocks = entry.blocks(shape)
-    scale_dtype = entry.of_blocks("scale", FLOATS, blocks)
-    spec = symmetric_spec(kind, granularity, scale_dtype)
+    spec = symmetric_spec(kind, granularity, entry.of_blocks("scale", FLOATS, blocks))
 
     def read() -> Parts:
         scale = entry.folder.read(entry.tensors["scale"]).reshape(blocks)

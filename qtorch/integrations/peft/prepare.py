@@ -202,8 +202,7 @@ def _set_factors(layer: Any, adapter: str, error: Tensor, root: Tensor | None) -
             of_a, of_b = (right, left) if is_swapped(layer) else (left.mT, right.mT)
             stored, delta = (of_a.reshape(a.shape), of_b.permute(1, 2, 0).reshape(b.shape)), left @ right
         else:
-            matrix = error.T if layer.fan_in_fan_out else error
-            left, right = low_rank_factors(matrix, rank, root)
+            left, right = low_rank_factors(error.T if layer.fan_in_fan_out else error, rank, root)
             stored, delta = (right, left), (left @ right).T if layer.fan_in_fan_out else left @ right
     a.copy_(stored[0] / scaling**0.5)
     b.copy_(stored[1] / scaling**0.5)

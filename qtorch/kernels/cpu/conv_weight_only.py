@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...primitives import qdtype
 from ...primitives.tracing import is_compiling
-from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, is_channels_last, with_bias
+from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, in_order, is_channels_last, with_bias
 from ..custom_ops import Name, note, opaque, recording
 from ..registry import Problem, needs_floats, split_bias
 from . import weight, weight_only
@@ -50,7 +51,7 @@ def cpu_weight_only_conv(
     """
     n, k = shape[0], math.prod(shape[1:])
     about = codes, scale, zero_point, n, k, dtype, packed, domain, (low + high + 1) / 2
-    plain = zero_point is None and not packed and (groups == 1 or shape[1] % 4 == 0)
+    plain = zero_point is None and not packed and qdtype(dtype).is_signed and (groups == 1 or shape[1] % 4 == 0)
     if plain and x.dtype is torch.float32 and len(shape) < 5:
         layer = CompiledConv.of(codes, scale, None, n, k, dtype, False, "INT", 0.0, tuple(shape), groups)
         if layer.compiled is not None:
@@ -67,10 +68,8 @@ def cpu_weight_only_conv(
     made = weight_only.Dequantized(stored.compiled, stored.fields, n, k, x.dtype)
     size, last = n * k * x.element_size(), is_channels_last(x)
 
-    def ordered(values: Tensor) -> Tensor:
-        """The weight in the order of x, in which torch's result is too; strides say in which a kernel of one is."""
-        return values if last else values.contiguous().flatten().view(shape)
-
+    # In the order of x, in which torch's result is too.
+    ordered = lambda values: values if last else in_order(values)  # noqa: E731
     make = lambda: ordered(from_matrix(made.rows(), shape))  # noqa: E731
     values = float_copy((codes, scale, zero_point), x.dtype, make, size) if wanted() else None
     note(f"cpu_weight_only_conv.{'float_copy' if values is not None else 'torch'}")

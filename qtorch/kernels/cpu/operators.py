@@ -106,8 +106,7 @@ def _refresh() -> None:
     state: tuple[object, ...] = nothing
     if found is not None:
         name = found.instruction_set
-        table = json.dumps({name: variants.table(name)})
-        words = (str(found.path), name, table, variants.forced() or "")
+        words = (str(found.path), name, json.dumps({name: variants.table(name)}), variants.forced() or "")
         state = (*(word.encode() for word in words), float_copies.wanted())
     if _told[-1:] == [state]:
         return

@@ -72,8 +72,7 @@ def _supports(problem: Problem) -> str | None:
 @reads_integers("linear", activation=("int8",), supports=_supports, name="cuda_int8_mm")
 def cuda_int8_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Linear: quantize the activation, then the equation of `int8_scaled_mm`."""
-    rows = to_rows(x)
-    xq, xs, xz = quantize.quantize_input(rows, weight)
+    xq, xs, xz = quantize.quantize_input(to_rows(x), weight)
     fused, bias = split_bias(bias, x, weight.scheme.shape[0])
     codes = weight.qdata, weight.dense_scale(), weight.zero_point, weight.scheme.weight.dtype.name
     return from_rows(cuda_int8_mm(xq, xs, xz, *codes, fused, x.dtype), x, bias)

@@ -38,7 +38,7 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     check_int8_matrices(a, b)
     if a.is_cpu and features.cpu_has("vnni"):
         note("int_matmul.vnni")
-        return torch._int_mm(a, _readable(b))
+        return torch._int_mm(_readable(a), _readable(b))
     return _sliced(a.new_empty(a.shape[0], b.shape[1], dtype=torch.int32), a, b)
 
 
@@ -48,14 +48,16 @@ def int_matmul_into(out: Tensor, a: Tensor, b: Tensor) -> None:
     note("int_matmul")
     if features.cpu_has("vnni"):
         note("int_matmul.vnni")
-        torch._int_mm(a, _readable(b), out=out)
+        torch._int_mm(_readable(a), _readable(b), out=out)
     else:
         _sliced(out, a, b)
 
 
-def _readable(b: Tensor) -> Tensor:
-    """As `torch._int_mm` takes it: both strides of a transposed column are 1, which it mistakes for the row length."""
-    return b.flatten().unsqueeze(0) if b.shape[0] == 1 else b
+def _readable(x: Tensor) -> Tensor:
+    """As `torch._int_mm` takes it: it reads overlapping rows, and an axis of one element, by strides that are wrong."""
+    (rows, columns), (row, column) = x.shape, x.stride()
+    plain = (column == 1 and row >= columns) or (row == 1 and column >= rows)
+    return x if plain and min(rows, columns) > 1 else x.flatten().view(rows, columns)
 
 
 def check_int8_matrices(a: Tensor, b: Tensor) -> None:

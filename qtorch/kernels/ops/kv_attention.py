@@ -210,8 +210,9 @@ def attend(
     """Attention on keys (B, H, T, D) and values (B, H, T, D') in floating point; else as `kv_attention`."""
     (batch, all_heads, rows, width), (heads, tokens) = query.shape, keys.shape[1:3]
     group = all_heads // heads
-    if mask is None and causal and rows > 1 and (rows != tokens or softcap or sinks is not None):
-        mask = torch.ones(rows, tokens, dtype=torch.bool, device=query.device).tril(tokens - rows)[None, None]
+    if causal and rows > 1 and (mask is not None or rows != tokens or softcap or sinks is not None):
+        own = torch.ones(rows, tokens, dtype=torch.bool, device=query.device).tril(tokens - rows)[None, None]
+        mask = own if mask is None else mask & own if mask.dtype is torch.bool else mask.masked_fill(~own, -torch.inf)
     causal = causal and mask is None and rows > 1
     if not softcap and sinks is None:
         if mask is not None and mask.is_floating_point():
@@ -222,7 +223,7 @@ def attend(
             )
         folded = query.reshape(batch, heads, group * rows, width)
         if mask is not None:
-            mask = mask.expand(-1, all_heads, rows, -1).reshape(-1, heads, group * rows, tokens)
+            mask = mask.expand(-1, all_heads, rows, -1).reshape(len(mask), heads, group * rows, tokens)
         out = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, mask, scale=scaling)
         return out.reshape(batch, all_heads, rows, -1)
     scores = query.reshape(batch, heads, group * rows, width) @ keys.mT * scaling

@@ -185,3 +185,16 @@ def test_few_causal_rows_and_capped_scores():
         scores = cap * (scores / cap).tanh() if cap else scores
         wanted = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ keys
         torch.testing.assert_close(attend(query, keys, keys, None, None, 0.3, cap, True), wanted)
+        for mask in (seen[:1, :1], torch.zeros(1, 5)):  # hides nothing
+            torch.testing.assert_close(attend(query, keys, keys, mask[None, None], None, 0.3, cap, True), wanted)
+    assert torch.equal(
+        attend(query, keys[:, :1, :0], keys[:, :1, :0], seen[None, None, :, :0], None, 1, 0, False), 0 * query
+    )
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_a_mask_beside_the_order_of_tokens(heads):
+    """Of 64 queries, and of 512, which torch multiplies."""
+    query, keys, mask = torch.randn(1, heads, 64, 16), torch.randn(1, 1, 64, 16), torch.rand(1, 1, 64, 64) > 0.2
+    both = float_attention(query, keys, keys, mask.tril(), None, 0.25, 0.0, False)
+    torch.testing.assert_close(float_attention(query, keys, keys, mask, None, 0.25, 0.0, True), both)
