@@ -11,6 +11,7 @@ for a function that a compiler traces.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeAlias
@@ -26,6 +27,9 @@ Function = Callable[..., Any]
 Name: TypeAlias = Annotated[str, "of a number format, or of a domain of zero points"]
 """Of an argument for which torch's dispatcher gets a number: Inductor's C++ wrapper compiles calls with texts three
 times as long."""
+
+Size: TypeAlias = Annotated[int, "of a weight, never symbolic"]
+"""From 2.14 on Inductor compiles calls with integers that may be symbolic as it does those with texts."""
 
 # Types of tensors that have memory of their own.
 TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -153,17 +157,17 @@ def _names_in(function: Function) -> tuple[int, ...]:
 
 
 def _schema(function: Function, name: str) -> str:
-    """As its annotations say; a `Name` is an integer."""
+    """As its annotations say; a `Name` or a `Size` is an integer."""
+    signature, prototype = inspect.signature(function, eval_str=True), lambda: None
+    plain = {p.name: p for p in signature.parameters.values() if p.annotation in (Name, Size)}
 
     def declared(p: inspect.Parameter) -> inspect.Parameter:
-        if p.annotation is not Name:
-            return p
-        return p.replace(annotation=int, default=p.default if p.default is p.empty else number_of(p.default))
+        return p.replace(annotation=int, default=number_of(p.default) if isinstance(p.default, str) else p.default)
 
-    signature, prototype = inspect.signature(function, eval_str=True), lambda: None
-    parameters = [declared(p) for p in signature.parameters.values()]
+    parameters = [declared(p) if p.name in plain else p for p in signature.parameters.values()]
     prototype.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return torch.library.infer_schema(prototype, op_name=name, mutates_args=())
+    schema = torch.library.infer_schema(prototype, op_name=name, mutates_args=())
+    return re.sub(r"SymInt (\w+)", lambda found: f"int {found[1]}" if found[1] in plain else found[0], schema)
 
 
 def _replaced(args: tuple[Any, ...], places: tuple[int, ...], by: Function) -> list[Any]:

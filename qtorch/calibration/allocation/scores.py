@@ -141,8 +141,7 @@ def score_weights(
     for item in items:
         kinds = [activation_error(candidate) for candidate in item.candidates if candidate is not None]
         scored = ScoredItem(item, (SecondMoment, *dict.fromkeys(kind for kind in kinds if kind is not None)))
-        slots = [replace(slot, recipe=slot.recipe and scored) for slot in item.target.slots]
-        targets.append(Target(slots))
+        targets.append(Target([replace(slot, recipe=slot.recipe and scored) for slot in item.target.slots]))
     with InOrder[tuple[Tensor, Scores]](model, targets, data) as run:
         for target, statistics in run:
             item = run.recipes[id(target.parameter)].item

@@ -151,8 +151,7 @@ def _magnitudes(seen: Histogram) -> tuple[Tensor, Tensor]:
     """(values, counts) of |x|, in rising order."""
     values, counts = seen.occupied()
     # Those of bins and of their mirror images are equal, but for the outermost ones, which are moved into the range.
-    bins = (values.abs() / seen.width).floor()
-    found, index = bins.unique(return_inverse=True)
+    found, index = (values.abs() / seen.width).floor().unique(return_inverse=True)
     summed = torch.zeros_like(found).index_add_(0, index, counts)
     return torch.clamp((found + 0.5) * seen.width, max=torch.maximum(-seen.low, seen.high)), summed
 

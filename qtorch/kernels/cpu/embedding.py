@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...primitives import ZeroPointDomain, dequantize_affine, qdtype
 from ...primitives.layouts.packed import unpack_codes
-from ..custom_ops import Name, note, opaque
+from ..custom_ops import Name, Size, note, opaque
 from ..linear.scaled import INTEGERS
 from ..registry import Problem, needs_floats
 from . import code_values, weight
@@ -23,7 +23,7 @@ _pack_weight, _pack_call = struct_of(Weight).pack, struct_of(EmbedCall).pack
 
 @opaque(lambda ids, codes, n, k, *rest: ids.new_empty(ids.shape[0], k, dtype=rest[-1]))
 def cpu_embedding(
-    ids: Tensor, codes: Tensor, n: int, k: int, scale: Tensor, zero_point: Tensor | None,
+    ids: Tensor, codes: Tensor, n: Size, k: Size, scale: Tensor, zero_point: Tensor | None,
     packed: bool, dtype: Name, low: float, high: float, domain: Name, output_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The equation above, (I, K) in `output_dtype`: fp32, bf16 or fp16.

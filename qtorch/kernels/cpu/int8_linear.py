@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...primitives import MappingType, QuantSpec, Rounding, is_compiling, qdtype
 from ...primitives.tracing import see_operators
-from ..custom_ops import Name, implement, note, opaque, portable, recording
+from ..custom_ops import Name, Size, implement, note, opaque, portable, recording
 from ..linear import scaled
 from ..ops.int8_grouped_mm import int8_grouped_mm, int8_product
 from ..ops.int_matmul import int32_terms
@@ -53,7 +53,7 @@ class Int8Linear(CompiledLinear):
 def cpu_int8_mm(
     x: Tensor, xs: Tensor | None, xz: Tensor | None,
     low: float, high: float, asymmetric: float, given: float, smallest: float, largest: float,
-    codes: Tensor, n: int, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: Name,
+    codes: Tensor, n: Size, ws: Tensor, wz: Tensor | None, packed: bool, weight_dtype: Name,
     dtype: torch.dtype, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The equation, y (M, N).

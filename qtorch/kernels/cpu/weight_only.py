@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...primitives import CodebookSpec, Scheme, is_compiling, qdtype
 from ..config import generation
-from ..custom_ops import Name, implement, note, opaque, portable, recording
+from ..custom_ops import Name, Size, implement, note, opaque, portable, recording
 from ..linear import codebooks, scaled
 from ..linear.weight_only import packed_weight_mm
 from ..ops.quantize import error_norms
@@ -157,7 +157,7 @@ class WeightOnlyLinear(CompiledLinear):
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))
 def cpu_weight_only_mm(
-    x: Tensor, codes: Tensor, n: int,
+    x: Tensor, codes: Tensor, n: Size,
     scale: Tensor, zero_point: Tensor | None, packed: bool, dtype: Name,
     low: float, high: float, domain: Name, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip

@@ -98,7 +98,7 @@ struct Parameter {
     bool is_tensor, optional;  // else a number
 };
 
-// The parameters of "name(Tensor x, Tensor? y, SymInt n, float low, ...) -> Tensor".
+// The parameters of "name(Tensor x, Tensor? y, int n, float low, ...) -> Tensor".
 inline std::vector<Parameter> parameters_of(const std::string& schema) {
     std::vector<Parameter> found;
     size_t at = schema.find('(') + 1, end = schema.find(')');

@@ -244,19 +244,19 @@ struct Operator {
 
 Operator operators[] = {
     {"qtorch::cpu_weight_only_mm",
-     "cpu_weight_only_mm(Tensor x, Tensor codes, SymInt n, Tensor scale, Tensor? zero_point, bool packed, SymInt dtype, float low, "
-     "float high, SymInt domain, Tensor? bias) -> Tensor",
+     "cpu_weight_only_mm(Tensor x, Tensor codes, int n, Tensor scale, Tensor? zero_point, bool packed, int dtype, float low, "
+     "float high, int domain, Tensor? bias) -> Tensor",
      weight_only_mm,
      nullptr},
     {"qtorch::cpu_int8_mm",
      "cpu_int8_mm(Tensor x, Tensor? xs, Tensor? xz, float low, float high, float asymmetric, float given, float smallest, "
-     "float largest, Tensor codes, SymInt n, Tensor ws, Tensor? wz, bool packed, SymInt weight_dtype, ScalarType dtype, "
+     "float largest, Tensor codes, int n, Tensor ws, Tensor? wz, bool packed, int weight_dtype, ScalarType dtype, "
      "Tensor? bias) -> Tensor",
      int8_mm,
      nullptr},
     {"qtorch::cpu_embedding",
-     "cpu_embedding(Tensor ids, Tensor codes, SymInt n, SymInt k, Tensor scale, Tensor? zero_point, bool packed, SymInt dtype, "
-     "float low, float high, SymInt domain, ScalarType output_dtype) -> Tensor",
+     "cpu_embedding(Tensor ids, Tensor codes, int n, int k, Tensor scale, Tensor? zero_point, bool packed, int dtype, "
+     "float low, float high, int domain, ScalarType output_dtype) -> Tensor",
      embedding,
      nullptr},
     {"qtorch::float_attention",
