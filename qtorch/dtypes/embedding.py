@@ -70,7 +70,8 @@ def embedding_bag(
         if not -size <= padding_idx < size:
             raise ValueError(f"embedding_bag: padding_idx {padding_idx} is not in a table of {size} rows")
         padding = ids == padding_idx % size
-        scales = None if scales is None else scales[padding.byte().argsort(stable=True)]
+        index = padding.byte().argsort(stable=True)
+        scales = None if scales is None else scales[index]
         start = functional.pad((~padding).cumsum(0), (1, 0))
         offsets = start[offsets] if include_last_offset else torch.cat([start[offsets], start[-1:]])
         include_last_offset = False

@@ -24,8 +24,7 @@ def set_attention(model: Any) -> Any:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"use_quantized_attention takes a model of transformers, got {type(model).__name__}")
     if not model._supports_sdpa and not all(getattr(module, "is_causal", True) for module in model.modules()):
-        name = type(model).__name__  # attention says which queries see later tokens only where masks may be left out
-        raise ValueError(f"use_quantized_attention: {name} has attention that relies on its masks, and no sdpa")
+        raise ValueError(f"use_quantized_attention: {type(model).__name__} relies on masks that sdpa leaves out")
     can = getattr(model, "_can_set_attn_implementation", None)
     if can is not None and can():
         model.set_attn_implementation(NAME)

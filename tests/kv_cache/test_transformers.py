@@ -295,7 +295,7 @@ def test_what_is_refused_and_said_once(monkeypatch):
     refuses("takes a model of transformers or its config", lambda: quantized_cache(torch.nn.Linear(2, 2)), TypeError)
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     pegasus = hf.PegasusXModel(hf.PegasusXConfig(vocab_size=64, d_model=32, **layers))
-    refuses("attention that relies on its masks", lambda: use_quantized_attention(pegasus))
+    refuses("relies on masks that sdpa leaves out", lambda: use_quantized_attention(pegasus))
     sliding = hf.MistralConfig(**TEXT, sliding_window=8)
     for spec, max_length in ((KVCacheSpec(keys="channel"), None), (KVCacheSpec(recent=4), None), (KVCacheSpec(), 9)):
         with pytest.raises(ValueError, match="sliding_attention, none of which can be quantized"):
