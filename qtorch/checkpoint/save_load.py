@@ -163,8 +163,8 @@ def load_quantized(
         # Earlier versions wrote the names of compiled models as torch.compile changes them.
         aliases = {plain_name(name): aliases.get(name, name) for name in source.names | aliases.keys()}
         absent = {name for name in source.optional() if name not in places}
-        unsaved = "|".join(getattr(model, "_keys_to_ignore_on_save", None) or ["(?!)"])  # models of transformers
-        constant = {name for name, place in places.items() if re.search(unsaved, name) and not place[2].is_meta}
+        unsaved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # of transformers: tables that it computes
+        constant = {n for n, (*_, t) in places.items() if any(re.search(key, n) for key in unsaved) and not t.is_meta}
         check_names(path, places, (aliases.keys() - absent) | constant, source.note)
         loaded: dict[str, Tensor] = {}
         changes: list[Change] = []

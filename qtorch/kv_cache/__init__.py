@@ -66,8 +66,8 @@ def use_quantized_attention(model: Model) -> Model:
 
     Raises:
         TypeError: the model is not one of transformers.
-        ValueError: it does not use transformers' interface for attention functions. Its caches still work: they give it
-            floats.
+        ValueError: it does not use transformers' interface for attention functions, or relies on masks that sdpa leaves
+            out. Its caches still work: they give it floats.
     """
     check_version("transformers")
     from .transformers_cache import set_attention

@@ -100,7 +100,7 @@ def choose_qparams_affine_with_min_max(
 
     middle = (high_code + low_code + 1) / 2
     if mapping_type is MappingType.SYMMETRIC:
-        steps = float(high_code - low_code + (not preserve_max_val)) / 2 if high_code else -low_code  # int1: 0, -scale
+        steps = float(high_code - low_code + (not preserve_max_val)) / 2 if high_code else -low_code  # no code above 0
         scale = quotient(torch.maximum(-low, high), steps)
     elif mapping_type is MappingType.SYMMETRIC_NO_CLIPPING_ERR:
         zero_code = 0 if zero_point_domain is ZeroPointDomain.NONE else int(middle)

@@ -174,7 +174,7 @@ def test_builtin_module_compiled_in_place(model: nn.Module) -> None:
         made.compile(backend=counter)
         torch.testing.assert_close(made(x), wanted)
         counts.append(counter.frame_count)
-    assert counts[0] == counts[1]
+    assert counts == [int(torch.__version__ >= "2.14")] * 2
 
 
 @pytest.mark.parametrize("kind", ["embedding", "conv"])

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives import QuantSpec, jsonable, qdtype
-from ...primitives.fake_quant import straight_through
+from ...primitives import QuantSpec, fake_quant, jsonable, qdtype
 from ..engine.in_order import BlockRun
 from .grid import Grid
 
@@ -71,7 +70,8 @@ class LearnedGrid:
     def _codes(self) -> Tensor:
         moved = self.base + self.offset
         codes = moved.detach().round()
-        return straight_through(moved, codes.clamp(self.low, self.high), (codes >= self.low) & (codes <= self.high))
+        nearest = codes.clamp(self.low, self.high)
+        return fake_quant.straight_through(moved, nearest, codes == nearest)
 
     def weight(self) -> Tensor:
         """(N, K) in the logical dtype, with gradients."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...primitives import qdtype
-from ...primitives.tracing import is_compiling
+from ...primitives import is_compiling, qdtype
 from ..conv import CONVOLUTIONS, Window, empty_result, from_matrix, in_order, is_channels_last, with_bias
 from ..custom_ops import Name, note, opaque, recording
 from ..registry import Problem, needs_floats, split_bias

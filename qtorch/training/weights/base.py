@@ -13,8 +13,7 @@ from ...dtypes import AffineQuantizedTensor, Layout, QuantizedTensor, products
 from ...dtypes.linear import check_dtype, multiply
 from ...kernels.conv import Window, multiply_windows, to_matrix
 from ...kernels.registry import from_rows, scale_per_row, to_rows
-from ...primitives import LinearSpec, QuantSpec, tracing
-from ...primitives.fake_quant import straight_through
+from ...primitives import LinearSpec, QuantSpec, fake_quant, tracing
 from ...primitives.jsonable import HashedOnce, jsonable
 from ...primitives.layouts import LAYOUTS
 from ...primitives.spec import constant_shape
@@ -97,7 +96,7 @@ class TrainingWeight(QuantizedTensor):
         rows = floats_of(self)
         spec = self.training_spec.output.rhs
         if spec is not None and not isinstance(self, IN_CODES):
-            rows = straight_through(rows, spec.to_nearest().fake_quantize(rows.detach()))
+            rows = fake_quant.straight_through(rows, spec.to_nearest().fake_quantize(rows.detach()))
         return torch.nn.functional.embedding(ids, rows, **options).to(self.dtype)
 
     @classmethod

@@ -177,7 +177,7 @@ class MasterWeight(TrainingWeight):
         floats = lambda w: w.master if whole else w.master.to(w.dtype)  # noqa: E731
         plain_args, plain_kwargs = tree_map_only(cls, floats, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        if func not in KEEPS_TYPE and torch.is_grad_enabled() and isinstance(result, Tensor) and result.dim() > 1:
+        if func is aten.stack.default or (torch.is_grad_enabled() and func not in KEEPS_TYPE):
             _check_function(func, args, result)
         if func._schema.is_mutable:
             _count_writes(func, plain_args, plain_kwargs)
@@ -295,10 +295,11 @@ def _with_quantized_scales(weight: Tensor, spec: QuantSpec, linear: LinearSpec) 
     )
 
 
-def _check_function(func: Any, args: Any, result: Tensor) -> None:
+def _check_function(func: Any, args: Any, result: Any) -> None:
     """Refuse, or warn of, a function of weights that is most likely multiplied, in full precision then."""
     kind, tensors = func.overloadpacket, [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
-    if not any(isinstance(tensor, MasterWeight) and tensor.requires_grad for tensor in tensors):
+    train = kind is aten.stack or any(isinstance(tensor, MasterWeight) and tensor.requires_grad for tensor in tensors)
+    if not train or not isinstance(result, Tensor) or result.dim() < 2:
         return
     if kind in ARRANGED:
         raise NotImplementedError(

@@ -92,7 +92,8 @@ def _part(pointers, mask, G, segment, ROW: tl.constexpr, WIDTH: tl.constexpr, MA
     """The part of WIDTH bits whose rows of bytes begin at ROW."""
     at = pointers + (ROW + segment // (8 // WIDTH)) * G
     byte = tl.load(at, mask=mask, other=0) if MASKED else tl.load(at)
-    return (byte >> (WIDTH * (segment % (8 // WIDTH))).to(tl.uint8)) & ((1 << WIDTH) - 1)
+    shift = (WIDTH * (segment % (8 // WIDTH))).to(tl.uint8)
+    return (byte >> shift) & ((1 << WIDTH) - 1)
 
 
 @triton.jit
