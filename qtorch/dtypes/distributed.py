@@ -2,7 +2,6 @@
 
 What is gathered from shards is in `gathering`."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,12 +104,12 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Tensor:
     return padded
 
 
-def _fill(inner: Tensor, receive: Callable[[Tensor], Any]) -> Any:
-    """Receive the bytes of an inner tensor; what is returned is waited for."""
+def _receive(func: Any, inner: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Fill the bytes of an inner tensor by a collective, which has ended when its work is returned."""
     received = as_sent(inner.contiguous())
-    _, work = receive(received)
+    _, work = func([received], *args, **kwargs)
+    work.wait()
     if not inner.is_contiguous():
-        work.wait()
         inner.copy_(received.view(inner.dtype))
     return work
 
@@ -118,22 +117,28 @@ def _fill(inner: Tensor, receive: Callable[[Tensor], Any]) -> Any:
 def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     outputs, inputs, *rest = args
     (output,) = outputs
-    works = []
     for name, inner in output.inner_tensors.items():
         sent = [[as_sent(getattr(part, name).contiguous()) for part in parts] for parts in inputs]
-        works.append(_fill(inner, lambda received, sent=sent: func([received], sent, *rest, **kwargs)))  # type: ignore[misc]
+        work = _receive(func, inner, sent, *rest, **kwargs)
     ops.count_write(output)
-    return outputs, _last(works)
+    return outputs, work
 
 
 def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     tensors, *rest = args
-    works = []
+    frame = calling_frame()
+    while frame is not None and frame.f_code.co_name != "_broadcast_tensors":
+        frame = frame.f_back
+    if frame is not None:  # of torch.distributed._state_dict_utils: other ranks would receive a tensor of floats
+        raise NotImplementedError(
+            f"set_model_state_dict: broadcast_from_rank0=True sends floats, the weight is {tensors[0].scheme.weight}; "
+            "give every rank the whole state_dict and StateDictOptions(full_state_dict=True)"
+        )
     for tensor in tensors:
         for inner in tensor.inner_tensors.values():
-            works.append(_fill(inner, lambda received: func([received], *rest, **kwargs)))
+            work = _receive(func, inner, *rest, **kwargs)
         ops.count_write(tensor)
-    return tensors, _last(works)
+    return tensors, work
 
 
 def _all_gather(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -167,12 +172,6 @@ def _wait(func: Any, args: Any, kwargs: Any) -> Tensor:
     """The tensor itself: `_all_gather` has waited."""
     tensor: Tensor = args[0]
     return tensor
-
-
-def _last(works: Sequence[Any]) -> Any:
-    for work in works[:-1]:
-        work.wait()
-    return works[-1]
 
 
 if torch.distributed.is_available():

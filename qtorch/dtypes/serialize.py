@@ -63,9 +63,9 @@ def unpack_from_int32(packed: Tensor, dtype: QDType, length: int) -> Tensor:
     """Inverse of `pack_to_int32`: the first `length` codes of each row, in the storage dtype."""
 
     def unpack(part: Tensor) -> Tensor:
-        shifts = torch.arange(0, _WORD, dtype.bits, device=part.device, dtype=torch.int32)
-        codes = (part.unsqueeze(-1) >> shifts) & (2**dtype.bits - 1)
-        return (codes.flatten(-2)[..., :length] + int(dtype.quant_min)).to(dtype.storage)
+        shifts = torch.arange(0, 8, dtype.bits, device=part.device, dtype=torch.uint8)
+        codes = (part.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts) & (2**dtype.bits - 1)
+        return codes.flatten(-2)[..., :length].view(dtype.storage) + int(dtype.quant_min)
 
     return slices.in_slices(unpack, packed, axes=packed.dim() - 1)
 

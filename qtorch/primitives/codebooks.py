@@ -246,14 +246,15 @@ class CodebookSpec(InBlocks):
         return with_non_finite(highest.clamp(smallest, info.max), highest).to(scale_dtype)
 
     def choose_table(self, input: Tensor, scale: Tensor, importance: Tensor | None = None) -> Tensor:
-        """The shared table, fp32, or a table per block, fp16: its values are at most 1, so 11 bits are precise enough.
-        `scale` is that which will be stored; `importance` are weights of the elements in k-means."""
+        """The shared table, fp32, or a table per block, fp16: its values are at most 1, so 11 bits are precise enough,
+        unless `scale`, that which will be stored, was quantized to far less: they end at the largest of fp16.
+        `importance` are weights of the elements in k-means."""
         if self.table is not None:
             if importance is not None:
                 raise ValueError(f"importance is for k-means, the table of {self} is fixed; leave it out")
             return torch.tensor(self.table, dtype=torch.float32, device=input.device)
         view = BlockView(input.shape, self.block_size(input.shape))
-        x = view.as_rows(view.split(input).float() / view.split_scale(scale).float())
+        x = view.as_rows(view.split(input).float() / view.split_scale(scale).float()).clamp(-65504, 65504)
         weights = None if importance is None else view.as_rows(view.split(importance.float()))
         table = x.new_zeros(x.shape[0], 2**self.dtype.bits, dtype=torch.float16)
         rows = max(1, _KMEANS_ELEMENTS // max(1, x.shape[1]))

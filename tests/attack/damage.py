@@ -259,15 +259,13 @@ def edit_json(folder: Path, rng: random.Random) -> tuple[str, bool]:
     path = a_file(folder, rng, ".json")
     if path is None:
         return edit_header(folder, rng)
-    tree = json.loads(path.read_text())
-    if path.name != part_file.JOURNAL:
-        changed, what = mutate(tree, rng)
-        path.write_text(text_of(changed), errors="replace")
-        return f"{path.name}: {what}", True
-    changed, what = mutate(tree["data"], rng)
+    tree, is_journal = json.loads(path.read_text()), path.name == part_file.JOURNAL
+    changed, what = mutate(tree["data"] if is_journal else tree, rng)
     text = text_of(changed)
-    path.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "data": {text}}}')
-    return f"{path.name}: {what}", False
+    if is_journal:
+        text = f'{{"crc32": {zlib.crc32(text.encode())}, "data": {text}}}'
+    path.write_text(text, errors="replace")
+    return f"{path.name}: {what}", not is_journal
 
 
 def edit_header(folder: Path, rng: random.Random) -> tuple[str, bool]:

@@ -18,6 +18,7 @@ import qtorch
 from qtorch import AffineQuantizedTensor, quantize_
 from qtorch.calibration import AutoRound, auto, calibrated, gptq, observed
 from qtorch.calibration.rounding import FloatTarget, Gptq, Grid
+from tests.calibration import test_resume
 from tests.calibration.test_resume import bits
 from tests.refusals import refuses
 
@@ -37,14 +38,8 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-class Model(nn.Module):
-    """A layer in front, blocks, and a head."""
-
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.front = nn.Linear(16, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(32, 16)
+class Model(test_resume.Model):
+    block = Block
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         x = self.front(x)

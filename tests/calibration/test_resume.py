@@ -35,10 +35,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A layer in front, blocks, and a head that is tied to nothing."""
 
+    block: type[nn.Module] = Block
+
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.front = nn.Linear(16, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(self.block() for _ in range(blocks))
         self.head = nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -89,17 +89,25 @@ def check_other_forms() -> None:
 
 
 def check_loading() -> None:
-    """Numbers written into the shards after a gather are those of the next one, whatever a kernel has prepared."""
+    """Numbers written into the shards after a gather are those of the next one, whatever a kernel has prepared. Each
+    rank takes its part of a whole dict; one rank does not send it to others, who would receive floats."""
+    options = StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     for rows in (64, 97):
-        model, other = build(int8_weight_only(), rows), build(int8_weight_only(), rows, seed=5)
+        models = [build(int8_weight_only(), rows, seed=seed) for seed in (0, 0, 5)]
         x = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
-        expected = other(x)
-        shard(model)
-        before = [model(x) for _ in range(3)]
-        model.load_state_dict(shard(other).state_dict())
-        for _ in range(2):
-            assert torch.equal(model(x), expected)
+        expected, state = models[-1](x), copy.deepcopy(models[-1]).state_dict()
+        model, second, other = map(shard, models)
+        before = [m(x) for m in (model, model, model, second)]
+        model.load_state_dict(other.state_dict())
+        set_model_state_dict(second, dict(state), options=options[0])
+        for m in (model, model, second):
+            assert torch.equal(m(x), expected)
         assert not torch.equal(before[0], expected)
+        if dist.get_rank():
+            dist.broadcast_object_list([None])
+        else:
+            with pytest.raises(NotImplementedError, match="give every rank"):
+                set_model_state_dict(second, state, options=options[1])
 
 
 def check_gradients() -> None:

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch.profiler import profile
 
 from qtorch import AffineQuantizedTensor, LinearSpec, PerGroup, PerTensor, QuantSpec
 from qtorch.dtypes.serialize import Entry, from_canonical, pack_to_int32, to_canonical, unpack_from_int32
@@ -71,13 +72,12 @@ def test_names_are_those_of_compressed_tensors() -> None:
     lines = []
     for name, w in [
         ("layer.weight", static),
-        ("weight", static),
-        ("experts.w1", static),
         ("layer.weight", quantized("int8 row", 4, 64)),
         ("layer.weight", quantized("float8 row", 4, 64)),
     ]:
         tensors, _ = to_canonical(name, w)
         lines += [f"{k}: {str(v.dtype)[6:]} {tuple(v.shape)}" for k, v in tensors.items()] + [""]
+    lines += [" ".join(to_canonical(name, static)[0]) for name in ("weight", "experts.w1")]
     assert_expected_inline(
         "\n".join(lines),
         """\
@@ -87,24 +87,14 @@ layer.weight_zero_point: uint8 (4, 2)
 layer.input_scale: float32 (1, 1)
 layer.input_zero_point: int8 (1, 1)
 
-weight_packed: int32 (4, 8)
-weight_scale: float32 (4, 2)
-weight_zero_point: uint8 (4, 2)
-input_scale: float32 (1, 1)
-input_zero_point: int8 (1, 1)
-
-experts.w1_packed: int32 (4, 8)
-experts.w1_scale: float32 (4, 2)
-experts.w1_zero_point: uint8 (4, 2)
-experts.w1_input_scale: float32 (1, 1)
-experts.w1_input_zero_point: int8 (1, 1)
-
 layer.weight: int8 (4, 64)
 layer.weight_scale: float32 (4, 1)
 
 layer.weight: float8_e4m3fn (4, 64)
 layer.weight_scale: float32 (4, 1)
-""",
+
+weight_packed weight_scale weight_zero_point input_scale input_zero_point
+experts.w1_packed experts.w1_scale experts.w1_zero_point experts.w1_input_scale experts.w1_input_zero_point""",
     )
 
 
@@ -122,8 +112,10 @@ def test_the_entry_is_json_and_words_are_padded() -> None:
     assert pack_to_int32(codes, qdtype("int4")).item() == 0xF6543210 - 2**32
     assert pack_to_int32(codes[:3], qdtype("int4")).item() == 0x210
     packed = pack_to_int32(torch.full((1, 3), 7, dtype=torch.int8), qdtype("int4"))
-    padding = unpack_from_int32(packed, qdtype("int4"), 8)[0, 3:]
+    with profile(profile_memory=True) as seen:
+        padding = unpack_from_int32(packed.expand(1024, 1), qdtype("int4"), 8)[0, 3:]
     assert torch.equal(padding, torch.full((5,), -8, dtype=torch.int8))
+    assert max(event.self_cpu_memory_usage for event in seen.events()) <= 8 * 1024  # one byte a code
 
 
 def broken(change: dict[str, torch.Tensor], entry: Entry | None = None) -> str:

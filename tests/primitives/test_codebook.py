@@ -158,6 +158,11 @@ def test_double_quantization_text_and_errors() -> None:
     scale = dequantize_scale(quantize_scale(double.choose_scale(x), INT8_SCALES), INT8_SCALES)
     y = double.dequantize(double.quantize(x, scale, NF4), scale, NF4)
     assert 20.5 < compute_error(x, y) <= compute_error(x, applied(plain, x)) + 0.01 < 21
+    # Scales that are quantized to almost nothing leave entries finite.
+    x, own_tables = x * torch.randn(256, 1).mul(2).exp(), CodebookSpec("uint3", PerGroup(32), scale_spec=INT8_SCALES)
+    scale, table = own_tables.choose_qparams(x)
+    assert 17 < compute_error(x, own_tables.dequantize(own_tables.quantize(x, scale, table), scale, table)) < 20
+    assert table.max() == torch.finfo(torch.float16).max
     spec = CodebookSpec(torch.uint4, PerGroup(64), NF4_TABLE, scale_spec=INT8_SCALES)
     assert from_json(to_json(spec)) == spec
     assert hash(from_json(to_json(spec))) == hash(spec)

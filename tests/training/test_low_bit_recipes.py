@@ -24,6 +24,14 @@ def layer_in(recipe: object, inputs: int = 32, outputs: int = 16) -> nn.Linear:
     return layer
 
 
+def serves_what_it_trained(layer: nn.Linear, x: Tensor, bits: int) -> None:
+    with torch.no_grad():
+        trained = layer(x)
+        quantize_(layer, convert())
+        assert torch.equal(layer(x), trained)
+    assert layer.weight.inner_tensors["qdata"].nbytes == bits * layer.weight.numel() // 8  # type: ignore[operator]
+
+
 def test_binary() -> None:
     """The equations at the top of its file."""
     layer, x = layer_in(binary_training(1.5, edge_bits=None)), torch.randn(20, 32, requires_grad=True)
@@ -36,11 +44,7 @@ def test_binary() -> None:
     torch.testing.assert_close(y.detach(), x_hat @ w_hat.T)
     torch.testing.assert_close(x.grad, (g @ w_hat) * (x.detach().abs() <= 1.5))
     torch.testing.assert_close(torch.as_tensor(layer.weight.grad), g.T @ x_hat)
-    with torch.no_grad():
-        trained = layer(x)
-        quantize_(layer, convert())
-        assert torch.equal(layer(x), trained)
-    assert layer.weight.inner_tensors["qdata"].nbytes == 32 * 16 // 8
+    serves_what_it_trained(layer, x, bits=1)
 
 
 def test_int4() -> None:
@@ -58,11 +62,7 @@ def test_int4() -> None:
     y.backward(g)
     torch.testing.assert_close(x.grad, g @ w_hat)
     torch.testing.assert_close(torch.as_tensor(layer.weight.grad), g.T @ x.detach())
-    with torch.no_grad():
-        trained = layer(x)
-        quantize_(layer, convert())
-        assert torch.equal(layer(x), trained)
-    assert layer.weight.inner_tensors["qdata"].nbytes == 32 * 16 // 2
+    serves_what_it_trained(layer, x, bits=4)
 
 
 @pytest.mark.parametrize("recipe", [binary_training(), int4_training()], ids=str)
