@@ -101,7 +101,4 @@ def _bench(arguments: argparse.Namespace) -> None:
     show(arguments, data, format_table(head, cells))
 
 
-COMMANDS = (
-    Command("explain", EXPLAIN, _add_explain, _explain),
-    Command("bench", BENCH, _add_bench, _bench),
-)
+COMMANDS = (Command("explain", EXPLAIN, _add_explain, _explain), Command("bench", BENCH, _add_bench, _bench))

@@ -206,4 +206,5 @@ def round_magnitudes(
 
 def floor_to_power_of_two(x: Tensor) -> Tensor:
     """The largest power of two not above `x` (fp32, positive, normal); zero for zero and subnormals."""
-    return (x.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
+    exponent_bits = 0x7F800000
+    return (x.contiguous().view(torch.int32) & exponent_bits).view(torch.float32)

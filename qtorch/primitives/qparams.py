@@ -164,7 +164,8 @@ def _power_of_two_scale(scale: Tensor, low: Tensor, high: Tensor, high_code: flo
     specification v1.0, section 6.3; absmax may clip, by less than the last binade of the largest code. Asymmetric: the
     next power of two, without clipping."""
     if mapping is not MappingType.ASYMMETRIC:
-        return floatx.floor_to_power_of_two(torch.maximum(-low, high)) / (2.0 ** (math.frexp(high_code)[1] - 1))
+        largest_power = 2.0 ** (math.frexp(high_code)[1] - 1)
+        return floatx.floor_to_power_of_two(torch.maximum(-low, high)) / largest_power
     floor = floatx.floor_to_power_of_two(scale)
     return torch.where(floor < scale, floor * 2, floor)
 

@@ -69,7 +69,8 @@ def onnx_translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         near_low = op.Sub(_float(-128.0), op.Div(low, scale))
         near_high = op.Sub(_float(127.0), op.Div(high, scale))
         chosen = op.Where(op.Greater(op.Add(from_low, from_high), zero), near_low, near_high)
-        return op.Cast(scale, to=11), op.Cast(op.Round(op.Clip(chosen, _float(-128.0), _float(127.0))), to=7)
+        rounded = op.Round(op.Clip(chosen, _float(-128.0), _float(127.0)))
+        return op.Cast(scale, to=11), op.Cast(rounded, to=7)
 
     def quantize_per_token(
         input: Any, scales: Any, zero_points: Any, quant_min: int, quant_max: int, dtype: int

@@ -176,9 +176,7 @@ Heads = declare("Heads", ("data batch_step head_step row_step heads out", int))
 """src/decoder.h"""
 
 Rotation = declare(
-    "Rotation",
-    ("query key", Heads),
-    ("cos sin cos_batch cos_row sin_batch sin_row type batch rows width threads", int),
+    "Rotation", ("query key", Heads), ("cos sin cos_batch cos_row sin_batch sin_row type batch rows width threads", int)
 )
 """src/decoder.h"""
 

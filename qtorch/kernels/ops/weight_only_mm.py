@@ -55,7 +55,8 @@ def fixed_point_mm(x: Tensor, codes: Tensor) -> Tensor | None:
         slices.append(q.to(torch.int8))
         scales.append(scale)
         scale = scale / 254
-    return (int_matmul(torch.cat(slices), codes.t()).unflatten(0, (SLICES, -1)) * torch.stack(scales)).sum(0)
+    sums = int_matmul(torch.cat(slices), codes.t()).unflatten(0, (SLICES, -1))
+    return (sums * torch.stack(scales)).sum(0)
 
 
 @custom_ops.by_device
