@@ -132,7 +132,7 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     if frame is not None:  # of torch.distributed._state_dict_utils: other ranks would receive a tensor of floats
         raise NotImplementedError(
             f"set_model_state_dict: broadcast_from_rank0=True sends floats, the weight is {tensors[0].scheme.weight}; "
-            "give every rank the whole state_dict and StateDictOptions(full_state_dict=True)"
+            "give every rank the whole state_dict, with full_state_dict=True alone"
         )
     for tensor in tensors:
         for inner in tensor.inner_tensors.values():
