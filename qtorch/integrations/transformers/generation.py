@@ -8,8 +8,9 @@ from tqdm import tqdm
 
 from ...kv_cache import use_quantized_attention
 
-IN_CPP = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "size_asserts": False}
-"""Options of Inductor: all of a graph is in C++. Guards have checked its inputs, and kernels check what they read."""
+IN_CPP = {"cpp_wrapper": True, "cpp_wrapper_build_separate": True, "size_asserts": False, "cpp.min_chunk_size": 4096}
+"""Options of Inductor: all of a graph is in C++. Guards have checked its inputs, and kernels check what they read. Few
+elements, such as the norm of a token, take less time than threads to start: each gets as many as the last option."""
 
 WARM_UP = 4
 """Tokens of the warm-up: the first is the prompt's, the second compiles, and the third may do so again."""
