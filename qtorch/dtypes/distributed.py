@@ -18,6 +18,7 @@ from .gathering import as_sent, names_of_rows
 aten = torch.ops.aten
 
 FSDP = "torch.distributed.fsdp"
+RECEIVES_FLOATS = ("torch.distributed._state_dict_utils", "_broadcast_tensors")
 
 
 @implements_aten(aten.new_zeros.default, aten.new_empty.default)
@@ -127,9 +128,9 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
 def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     tensors, *rest = args
     frame = calling_frame()
-    while frame is not None and frame.f_code.co_name != "_broadcast_tensors":
+    while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) != RECEIVES_FLOATS:
         frame = frame.f_back
-    if frame is not None:  # of torch.distributed._state_dict_utils: other ranks would receive a tensor of floats
+    if frame is not None:
         raise NotImplementedError(
             f"set_model_state_dict: broadcast_from_rank0=True sends floats, the weight is {tensors[0].scheme.weight}; "
             "give every rank the whole state_dict, with full_state_dict=True alone"

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..primitives import QDType, Scheme, from_json, slices, to_json
 from ..primitives.layouts import can_pack_bits, pack_codes, unpack_codes
 from ..primitives.layouts.base import check_layout
+from ..primitives.layouts.packed import unpack_dense
 from ..primitives.vector_spec import VectorSpec, pack_vectors, unpack_vectors
 from . import base, low_rank_weight, matrix_weight
 
@@ -63,9 +64,8 @@ def unpack_from_int32(packed: Tensor, dtype: QDType, length: int) -> Tensor:
     """Inverse of `pack_to_int32`: the first `length` codes of each row, in the storage dtype."""
 
     def unpack(part: Tensor) -> Tensor:
-        shifts = torch.arange(0, 8, dtype.bits, device=part.device, dtype=torch.uint8)
-        codes = (part.contiguous().view(torch.uint8).unsqueeze(-1) >> shifts) & (2**dtype.bits - 1)
-        return codes.flatten(-2)[..., :length].view(dtype.storage) + int(dtype.quant_min)
+        found = min(length, part.shape[-1] * _WORD // dtype.bits)  # the caller compares shapes
+        return unpack_dense(part, dtype.bits, found).view(dtype.storage) + int(dtype.quant_min)
 
     return slices.in_slices(unpack, packed, axes=packed.dim() - 1)
 

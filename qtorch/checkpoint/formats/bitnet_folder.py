@@ -6,10 +6,11 @@ import torch
 
 from ...dtypes import PackedLayout
 from ...primitives import AbsMeanRule, LinearSpec, MappingType, PerRow, QuantSpec, Scheme, qdtype
+from ...primitives.layouts.packed import unpack_dense
 from ...recipes.integer import int8_activation
 from ..hf_folder import FolderSource, Parts, StoredWeight
 from ..sources import register_source
-from .blocks import FLOATS, check_stored, unpack_dense, with_suffix
+from .blocks import FLOATS, check_stored, with_suffix
 
 _SCALE = "_scale"
 _PER_BYTE = 4

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...primitives import CodebookSpec, LinearSpec, MappingType, QDType, QuantSpec, Scheme, ZeroPointDomain, qdtype
 from ...primitives.granularity import Granularity, PerGroup, PerRow
+from ...primitives.layouts.packed import unpack_dense
 from ...primitives.layouts.plain import smallest_layout
 from ..hf_folder import HFFolder
 from ..tensor_file import Stored
@@ -123,31 +124,6 @@ def block_of_groups(length: int, count: int, sizes: Sequence[int]) -> int:
 
 
 WORD = 32  # bits
-_CODES = 8
-"""Codes of b bits that fill b bytes."""
-
-
-def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
-    """Codes (..., length) in uint8 of dense rows (..., W) of int32 or uint8."""
-    data = words.contiguous().view(torch.uint8)
-    if data.shape[-1] * 8 < length * bits:
-        raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {data.shape[-1] * 8}")
-    if 8 % bits == 0:
-        codes = [(data >> low) & (2**bits - 1) for low in range(0, 8, bits)]
-        return (torch.stack(codes, -1).flatten(-2) if bits < 8 else data)[..., :length]
-    groups = -(-length // _CODES)
-    missing = groups * bits - data.shape[-1]
-    if missing > 0:
-        data = torch.nn.functional.pad(data, (0, missing))
-    parts = data[..., : groups * bits].unflatten(-1, (groups, bits))
-    codes = []
-    for j in range(_CODES):
-        byte, shift = divmod(j * bits, 8)
-        code = parts[..., byte] >> shift
-        if shift + bits > 8:
-            code = code | (parts[..., byte + 1] << (8 - shift))
-        codes.append(code & (2**bits - 1))
-    return torch.stack(codes, -1).flatten(-2)[..., :length]
 
 
 def unpack_planar(words: Tensor, bits: int, length: int) -> Tensor:
@@ -177,8 +153,7 @@ def unpack_nibbles(data: Tensor, *, high_first: bool = False) -> Tensor:
 #               lie in two words; ceil(C * bits / 32) words
 #     padded    up to 0.17: floor(32 / bits) codes in each word, the lowest bits first, and the rest of the word zero
 #
-# Codes of 1, 2, 4 and 8 bits are packed alike by both. Codes of two floating-point bits lie in bytes, see
-# `pack_nibbles`.
+# Codes of 1, 2, 4 and 8 bits are packed alike by both. Small floats lie in bytes, see `pack_nibbles`.
 
 
 def dense_words(length: int, bits: int) -> int:
@@ -237,11 +212,6 @@ def unpack_either(packed: Tensor, bits: int, length: int, dense: bool | None) ->
         has_padding = not bool(((packed >> used) & (2 ** (WORD - used) - 1)).any())
         is_dense = not has_padding if dense is None else dense
     return unpack_dense(packed, bits, length).contiguous() if is_dense else unpack_padded(packed, bits, length)
-
-
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Codes (R, C) of 4 bits, uint8, C even, in bytes (R, C / 2); the first of two in the low bits."""
-    return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 
 # The scale of the tensor in NVFP4: files hold a divisor, tensors of this package a multiplier.

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...primitives import CodebookSpec, QuantSpec, ZeroPointDomain
+from ...primitives.layouts.packed import unpack_dense
 from ..hf_folder import FolderSource, HFFolder, Parts, StoredWeight
 from ..save_folder import SaveFormat, register_save_format
 from ..sources import register_source
@@ -172,7 +173,7 @@ def _read(folder: HFFolder, names: Sequence[str], packing: Packing, bits: int, o
     else:
         if order:
             _check_order(order[0], cut.block)
-        unpack = blocks.unpack_planar if packing.planar else blocks.unpack_dense
+        unpack = blocks.unpack_planar if packing.planar else unpack_dense
         codes, zeros = unpack(words.t(), bits, cut.size), unpack(of_zeros, bits, outputs)
         zeros = (_plus_one(of_zeros, zeros, bits, outputs, packing.borrows) if packing.minus_one else zeros).t()
     return codes, {"scale": cut.copies(scale.t(), 1).contiguous(), "zero_point": cut.copies(zeros, 1).contiguous()}
@@ -184,7 +185,7 @@ def _plus_one(words: Tensor, stored: Tensor, bits: int, outputs: int, borrows: b
         return stored + 1
     if borrows and blocks.WORD % bits == 0:
         ones = sum(1 << shift for shift in range(0, blocks.WORD, bits))
-        return blocks.unpack_dense((words.long() + ones).to(torch.int32), bits, outputs)
+        return unpack_dense((words.long() + ones).to(torch.int32), bits, outputs)
     raise ValueError(
         f"a zero point is stored as {2**bits - 1}; in the format 'gptq', which stores z - 1, readers disagree whether "
         "that is 0 or one more than the largest code. Save it as 'gptq_v2' by the package that wrote it"

@@ -160,6 +160,35 @@ def unpack_codes(packed: Tensor, dtype: QDType, length: int, axis: int = -1) -> 
     return (codes - 2 ** (dtype.bits - 1)).view(torch.int8) if _has_offset(dtype) else codes
 
 
+def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
+    """Codes (..., length) in uint8 of dense rows (..., W) of int32 or uint8: code j is in bits j b to j b + b - 1 of
+    its row, the lowest first, and may straddle words."""
+    data = words.contiguous().view(torch.uint8)
+    if data.shape[-1] * 8 < length * bits:
+        raise ValueError(f"{length} codes of {bits} bits take {length * bits} bits, a row has {data.shape[-1] * 8}")
+    if 8 % bits == 0:
+        codes = [(data >> low) & (2**bits - 1) for low in range(0, 8, bits)]
+        return (torch.stack(codes, -1).flatten(-2) if bits < 8 else data)[..., :length]
+    groups = -(-length // _GROUP)
+    missing = groups * bits - data.shape[-1]
+    if missing > 0:
+        data = torch.nn.functional.pad(data, (0, missing))
+    parts = data[..., : groups * bits].unflatten(-1, (groups, bits))
+    codes = []
+    for j in range(_GROUP):
+        byte, shift = divmod(j * bits, 8)
+        code = parts[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | (parts[..., byte + 1] << (8 - shift))
+        codes.append(code & (2**bits - 1))
+    return torch.stack(codes, -1).flatten(-2)[..., :length]
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes (..., C) of 4 bits, uint8, C even, in bytes (..., C / 2); the first of two in the low bits."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
 class RowsInSlices:
     """Reads the codes of a matrix that `pack_codes` packed along its last axis, a slice of rows at a time, into memory
     that it keeps: new memory for each slice would not be in cache. A slice is valid until the next one is read."""

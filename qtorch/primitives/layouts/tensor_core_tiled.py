@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from ..affine import ZeroPointDomain
 from ..spec import QuantSpec, Scheme
 from .base import FLOATS, Form, Forms, Layout, Plain, register_layout
+from .packed import pack_nibbles, unpack_dense
 
 GROUP_SIZES = (32, 64, 128, 256)
 
@@ -159,14 +160,11 @@ def pack_cuda(codes: Tensor, inner_k_tiles: int) -> Tensor:
     tiles = codes.reshape(n // 8, 8, k // (16 * inner_k_tiles), inner_k_tiles // 2, 2, 2, 4, 2)
     # (tile, n, tiles, word, a, b, c, d) -> (tile, tiles, n, c, word, d, a, b): lanes, words, nibbles
     nibbles = tiles.permute(0, 2, 1, 6, 3, 7, 4, 5).flatten(5).flatten(2, 3)
-    low, high = nibbles.unflatten(-1, (4, 2)).unbind(-1)
-    return (low | high << 4).view(torch.int32).squeeze(-1)
+    return pack_nibbles(nibbles).view(torch.int32).squeeze(-1)
 
 
 def unpack_cuda(packed: Tensor) -> Tensor:
     """Inverse of `pack_cuda`."""
     row_tiles, column_tiles, _, words = packed.shape
-    pairs = packed.contiguous().view(torch.uint8)
-    nibbles = torch.stack([pairs & 15, pairs >> 4], -1)
-    tiles = nibbles.reshape(row_tiles, column_tiles, 8, 4, words, 2, 2, 2).permute(0, 2, 1, 4, 6, 7, 3, 5)
-    return tiles.reshape(row_tiles * 8, column_tiles * words * 32)
+    tiles = unpack_dense(packed, 4, words * 8).reshape(row_tiles, column_tiles, 8, 4, words, 2, 2, 2)
+    return tiles.permute(0, 2, 1, 4, 6, 7, 3, 5).reshape(row_tiles * 8, column_tiles * words * 32)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ....dtypes import ConvWeight, QuantizedTensor
 from ....primitives import construct, files
+from ....primitives.layouts.packed import pack_nibbles
 from ...save_folder import SaveFormat, register_save_format
 from ...stacked_experts import expert_names, is_fused, split_experts
-from ..blocks import divisor_of, pack, pack_nibbles
+from ..blocks import divisor_of, pack
 from .config_groups import METHOD, MIXED, VERSION, check_joined, config_groups, ignored
 from .scheme import Args, Group, args_of, formats_of
 from .vllm import EMBEDDING, EXPERTS, LINEAR, SCALES_IN_THE_DTYPE_OF_THE_MODEL, decide
