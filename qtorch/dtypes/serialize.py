@@ -22,7 +22,7 @@ from torch import Tensor
 from ..primitives import QDType, Scheme, from_json, slices, to_json
 from ..primitives.layouts import can_pack_bits, pack_codes, unpack_codes
 from ..primitives.layouts.base import check_layout
-from ..primitives.layouts.packed import unpack_dense
+from ..primitives.layouts.packed import pack_dense, unpack_dense
 from ..primitives.vector_spec import VectorSpec, pack_vectors, unpack_vectors
 from . import base, low_rank_weight, matrix_weight
 
@@ -46,16 +46,7 @@ def pack_to_int32(codes: Tensor, dtype: QDType) -> Tensor:
         raise ValueError(f"pack_to_int32 takes integers of 1, 2, 4 or 8 bits, got {dtype}")
 
     def pack(part: Tensor) -> Tensor:
-        per_word = _WORD // dtype.bits
-        unsigned = part.view(torch.uint8) + -int(dtype.quant_min) if dtype.is_signed else part
-        padded = torch.nn.functional.pad(unsigned, (0, -part.shape[-1] % per_word))
-        # Two codes of `bits` bits, in the halves of an integer, become one of 2 * bits bits in its lower half.
-        flat, bits = padded.reshape(-1), dtype.bits
-        while bits < 8:
-            pairs = flat.view(torch.int16)
-            flat = (pairs | (pairs >> (8 - bits))).to(torch.uint8)
-            bits *= 2
-        return flat.view(torch.int32).reshape(*part.shape[:-1], padded.shape[-1] // per_word)
+        return pack_dense(part.view(torch.uint8) + -int(dtype.quant_min), dtype.bits)
 
     return slices.in_slices(pack, codes, axes=codes.dim() - 1)
 

@@ -166,28 +166,6 @@ def padded_words(length: int, bits: int) -> int:
     return -(-length // (WORD // bits))
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (R, C), uint8, densely into int32 words (R, ceil(C * bits / 32)); `unpack_dense` is the inverse."""
-    rows, length = codes.shape
-    nbytes = 4 * dense_words(length, bits)
-    # The fewest codes that fill whole bytes: `count` of them take `size` bytes.
-    count, size = (8 // bits, 1) if 8 % bits == 0 else (8, bits)
-    runs = -(-nbytes // size)
-    spread = torch.nn.functional.pad(codes, (0, runs * count - length)).reshape(rows, runs, count)
-    packed: list[Tensor] = []
-    for i in range(count):
-        byte, bit = divmod(i * bits, 8)
-        code = spread[:, :, i]
-        if bit == 0:
-            packed.append(code.clone())
-        else:
-            packed[byte] |= code << bit
-        if bit + bits > 8:
-            packed.append(code >> (8 - bit))
-    data = torch.stack(packed, -1).flatten(1)[:, :nbytes]
-    return data.flatten().view(torch.int32).reshape(rows, nbytes // 4)
-
-
 def unpack_padded(packed: Tensor, bits: int, length: int) -> Tensor:
     """Codes (R, length), uint8, of words (R, W) with padding."""
     each = WORD // bits

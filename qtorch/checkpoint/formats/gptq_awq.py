@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ...dtypes import AffineQuantizedTensor, QuantizedTensor
 from ...primitives import CodebookSpec, QuantSpec, ZeroPointDomain
-from ...primitives.layouts.packed import unpack_dense
+from ...primitives.layouts.packed import pack_dense, unpack_dense
 from ..hf_folder import FolderSource, HFFolder, Parts, StoredWeight
 from ..save_folder import SaveFormat, register_save_format
 from ..sources import register_source
@@ -323,8 +323,8 @@ class GptqFormat(_GroupedFormat):
                 "convert_checkpoint(..., format='gptq', options={'checkpoint_format': 'gptq_v2'})"
             )
         return {
-            "qweight": blocks.pack(codes, bits).t().contiguous(),
-            "qzeros": blocks.pack(stored.to(torch.uint8), bits),
+            "qweight": pack_dense(codes, bits).t().contiguous(),
+            "qzeros": pack_dense(stored.to(torch.uint8), bits),
             "g_idx": torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // zeros.shape[1]),
         }
 
@@ -342,7 +342,7 @@ class AwqFormat(_GroupedFormat):
 
     def _packed(self, codes: Tensor, zeros: Tensor, bits: int) -> dict[str, Tensor]:
         order = [8 * word + output for word in range(codes.shape[0] // 8) for output in _OUTPUT_OF_NIBBLE]
-        packed = (blocks.pack(each.t()[:, order].to(torch.uint8).contiguous(), bits) for each in (codes, zeros))
+        packed = (pack_dense(each.t()[:, order].to(torch.uint8).contiguous(), bits) for each in (codes, zeros))
         return dict(zip(("qweight", "qzeros"), packed, strict=True))
 
     def config(self) -> dict[str, Any]:

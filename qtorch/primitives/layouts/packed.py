@@ -160,6 +160,35 @@ def unpack_codes(packed: Tensor, dtype: QDType, length: int, axis: int = -1) -> 
     return (codes - 2 ** (dtype.bits - 1)).view(torch.int8) if _has_offset(dtype) else codes
 
 
+def pack_dense(codes: Tensor, bits: int) -> Tensor:
+    """Codes (..., C), uint8, in dense rows (..., ceil(C * bits / 32)) of int32, see `unpack_dense`; zero bits fill the
+    last word."""
+    words = -(-codes.shape[-1] * bits // 32)
+    groups = -(-4 * words // bits)  # of 8 codes, in `bits` bytes
+    padded = torch.nn.functional.pad(codes, (0, groups * _GROUP - codes.shape[-1]))
+    if 8 % bits == 0:
+        # Two codes of `width` bits, in the halves of an integer, become one of 2 * width in its lower half.
+        data, width = padded.flatten(), bits
+        while width < 8:
+            pairs = data.view(torch.int16)
+            data = (pairs | (pairs >> (8 - width))).to(torch.uint8)
+            width *= 2
+    else:
+        spread, packed = padded.unflatten(-1, (groups, _GROUP)), list[Tensor]()
+        for j in range(_GROUP):
+            byte, shift = divmod(j * bits, 8)
+            code = spread[..., j]
+            if shift == 0:
+                packed.append(code.clone())
+            else:
+                packed[byte] |= code << shift
+            if shift + bits > 8:
+                packed.append(code >> (8 - shift))
+        data = torch.stack(packed, -1)
+    data = data.reshape(*codes.shape[:-1], groups * bits)[..., : 4 * words]
+    return data.flatten().view(torch.int32).reshape(*codes.shape[:-1], words)
+
+
 def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
     """Codes (..., length) in uint8 of dense rows (..., W) of int32 or uint8: code j is in bits j b to j b + b - 1 of
     its row, the lowest first, and may straddle words."""

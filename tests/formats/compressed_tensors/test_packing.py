@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from qtorch.checkpoint.formats.blocks import WORD, dense_words, pack, padded_words, unpack_either
-from qtorch.primitives.layouts.packed import pack_nibbles, unpack_dense
+from qtorch.checkpoint.formats.blocks import WORD, dense_words, padded_words, unpack_either
+from qtorch.primitives.layouts.packed import pack_dense, pack_nibbles, unpack_dense
 
 BITS = range(1, 9)
 
@@ -25,10 +25,10 @@ def pack_padded(codes: torch.Tensor, bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 160, 999])
 def test_round_trips(bits: int, length: int) -> None:
     codes = codes_of(3, length, bits)
-    for packed, words in ((pack(codes, bits), dense_words), (pack_padded(codes, bits), padded_words)):
+    for packed, words in ((pack_dense(codes, bits), dense_words), (pack_padded(codes, bits), padded_words)):
         assert packed.dtype is torch.int32
         assert packed.shape == (3, words(length, bits))
-    assert torch.equal(unpack_dense(pack(codes, bits), bits, length), codes)
+    assert torch.equal(unpack_dense(pack_dense(codes, bits), bits, length), codes)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -37,8 +37,8 @@ def test_the_words_are_those_of_the_package(bits: int) -> None:
 
     codes = codes_of(5, 77, bits)
     signed = (codes.to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
-    assert torch.equal(pack(codes, bits), package.pack_to_int32(signed, bits))
-    assert torch.equal(pack(codes.t(), bits).t(), package.pack_to_int32(signed, bits, packed_dim=0))
+    assert torch.equal(pack_dense(codes, bits), package.pack_to_int32(signed, bits))
+    assert torch.equal(pack_dense(codes.t(), bits).t(), package.pack_to_int32(signed, bits, packed_dim=0))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -47,7 +47,7 @@ def test_the_shape_tells_the_packing_of_long_rows(bits: int, length: int) -> Non
     codes = codes_of(2, length, bits)
     assert (dense_words(length, bits) == padded_words(length, bits)) == (32 % bits == 0)
     for dense in (None, True, False):  # which is not asked
-        assert torch.equal(unpack_either(pack(codes, bits), bits, length, dense), codes)
+        assert torch.equal(unpack_either(pack_dense(codes, bits), bits, length, dense), codes)
         assert torch.equal(unpack_either(pack_padded(codes, bits), bits, length, dense), codes)
 
 
@@ -55,7 +55,7 @@ def test_the_shape_tells_the_packing_of_long_rows(bits: int, length: int) -> Non
 def test_the_version_or_the_padding_tells_the_packing_of_short_rows(bits: int, length: int) -> None:
     assert dense_words(length, bits) == padded_words(length, bits)
     codes = codes_of(40, length, bits)
-    dense, padded = pack(codes, bits), pack_padded(codes, bits)
+    dense, padded = pack_dense(codes, bits), pack_padded(codes, bits)
     assert not torch.equal(dense, padded)
     assert torch.equal(unpack_either(dense, bits, length, True), codes)
     assert torch.equal(unpack_either(padded, bits, length, False), codes)

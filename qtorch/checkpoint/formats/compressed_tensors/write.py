@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ....dtypes import ConvWeight, QuantizedTensor
 from ....primitives import construct, files
-from ....primitives.layouts.packed import pack_nibbles
+from ....primitives.layouts.packed import pack_dense, pack_nibbles
 from ...save_folder import SaveFormat, register_save_format
 from ...stacked_experts import expert_names, is_fused, split_experts
-from ..blocks import divisor_of, pack
+from ..blocks import divisor_of
 from .config_groups import METHOD, MIXED, VERSION, check_joined, config_groups, ignored
 from .scheme import Args, Group, args_of, formats_of
 from .vllm import EMBEDDING, EXPERTS, LINEAR, SCALES_IN_THE_DTYPE_OF_THE_MODEL, decide
@@ -74,12 +74,12 @@ def _integers(codes: Tensor, others: dict[str, Tensor], group: Group) -> dict[st
         found = {"weight": signed, "weight_scale": _scale(scale, weights)}
         return found if zero_point is None else {**found, "weight_zero_point": zero_point.to(torch.int8)}
     found = {
-        "weight_packed": pack((signed.to(torch.int16) + lowest).to(torch.uint8), bits),
+        "weight_packed": pack_dense((signed.to(torch.int16) + lowest).to(torch.uint8), bits),
         "weight_scale": _scale(scale, weights),
         "weight_shape": torch.tensor(codes.shape, dtype=torch.int64, device="cpu"),
     }
     if zero_point is not None:
-        found["weight_zero_point"] = pack((zero_point.t() + lowest).to(torch.uint8), bits).t().contiguous()
+        found["weight_zero_point"] = pack_dense((zero_point.t() + lowest).to(torch.uint8), bits).t().contiguous()
     return found
 
 
