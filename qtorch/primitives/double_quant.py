@@ -67,8 +67,8 @@ def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
     scale_scale, _ = by_group.choose_qparams(groups)
     codes = by_group.quantize(groups, scale_scale, None).reshape(-1)[: flat.numel()]
     if only_multiplies(spec):
-        # Codes of the tensor are chosen by dividing by the scale.
-        codes = codes.clamp(min=1)
+        # Codes of the tensor are chosen by dividing by the scale; it may be 0 where all that it scales is.
+        codes = torch.maximum(codes, (flat > 0).to(codes.dtype))
     tensors = {"scale": codes.reshape(scale.shape), "scale_scale": scale_scale.reshape(-1)}
     return tensors if mean is None else {**tensors, "scale_mean": mean}
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ...primitives.granularity import block_of
 from ..ops import int_matmul, quantize
+from ..ops.block_mm import with_zeros
 from ..ops.int8_grouped_mm import EXACT_TERMS, is_at_most, without_large
 from ..ops.portable import NOTE, dequantized_weight, fake_quantized, quantize_portably
 from ..registry import REFERENCE, Problem, QuantizedWeight, from_rows, needs_matrix, register, to_rows
@@ -38,7 +39,7 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     count = rows.shape[0]
     # A block of activations may span rows; the last one is completed with zeros.
     missing = -count % max(activation.granularity.pattern(2)[0], 1)
-    xq, xs, xz = quantize.quantize_input(functional.pad(rows, (0, 0, 0, missing)), weight)
+    xq, xs, xz = quantize.quantize_input(with_zeros(rows, 0, missing), weight)
     in_floats = activation.dtype.is_floating_point or spec.dtype.is_floating_point or spec.zero_point_domain.is_real
     if in_floats or len(weight.scheme.shape) > 2:
         x32 = quantize.dequantize_rows(activation, xq, xs, xz)[:count].reshape(x.shape)

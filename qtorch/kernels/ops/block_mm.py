@@ -60,9 +60,16 @@ def pad_to_blocks(x: Tensor, granularity: Granularity, columns: int = 1) -> Tens
     rows, inner = max(rows, 1), math.lcm(max(inner, 1), columns)
     if rows == inner == 1:
         return x
-    missing = (-x.shape[0] % rows, -x.shape[1] % inner)
-    # A compiled graph accepts any number of rows, so it must not depend on `missing`.
-    return torch.nn.functional.pad(x, (0, missing[1], 0, missing[0])) if is_compiling() or any(missing) else x
+    return with_zeros(x, -x.shape[1] % inner, -x.shape[0] % rows)
+
+
+def with_zeros(x: Tensor, columns: int, rows: int = 0) -> Tensor:
+    """`x` (M, K) with so many columns and rows of zeros appended."""
+    if not is_compiling():
+        return torch.nn.functional.pad(x, (0, columns, 0, rows)) if columns or rows else x
+    # A graph accepts any number of rows, so it must not depend on how many are missing. It expects a contiguous result,
+    # and torch copies a transposed tensor to which it adds nothing as it is.
+    return torch.nn.functional.pad(x.contiguous(), (0, columns, 0, rows))
 
 
 @opaque(lambda a, b, a_scale, b_scale, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype))

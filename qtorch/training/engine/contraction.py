@@ -154,7 +154,7 @@ def _backward_matmul(g: Tensor, other: Operand, name: str, ctx: Any, dtype: torc
 
 def _warn_of_few_tokens(tokens: int, grad_weight: GemmSpec) -> None:
     lhs = grad_weight.lhs
-    if lhs is None or lhs.dtype.is_floating_point or tokens >= FEW_TOKENS or tracing.is_compiling():
+    if tracing.is_compiling() or lhs is None or lhs.dtype.is_floating_point or tokens >= FEW_TOKENS:
         return
     warn_once(
         "few tokens",

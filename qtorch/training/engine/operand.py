@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.ops import block_mm, int8_grouped_mm, quantize
 from ...kernels.ops.weight_only_mm import weight_only_mm
 from ...kernels.registry import scale_per_row
-from ...primitives import QuantSpec, granularity, is_compiling
+from ...primitives import QuantSpec, granularity
 from .gemm_spec import GemmSpec
 
 
@@ -135,7 +135,7 @@ def quantize_operand(
     if spec is None:
         return Operand(x, x.shape[0])
     padded = block_mm.pad_to_blocks(x, spec.granularity, contracted)
-    if padded.shape[1] != x.shape[1] and not spec.dtype.has_zero:
+    if not spec.dtype.has_zero and padded.shape[1] != x.shape[1]:
         raise ValueError(
             f"{spec.dtype} has no code for zero, so the contracted axis, of {x.shape[1]} elements, cannot be completed "
             f"to {padded.shape[1]}; use PerRow() or PerTensor(), or blocks that divide the axis"
@@ -152,8 +152,7 @@ def as_long_as(x: Tensor, other: Operand) -> Tensor:
     """`x` in floating point, padded to the length of `other` along the contracted axis."""
     if other.spec is None or max(other.spec.granularity.pattern(2)) <= 1:
         return x
-    missing = other.values.shape[1] - x.shape[1]
-    return torch.nn.functional.pad(x, (0, missing)) if is_compiling() or missing else x
+    return block_mm.with_zeros(x, other.values.shape[1] - x.shape[1])
 
 
 def multiply(lhs: Operand, rhs: Operand, gemm: GemmSpec, dtype: torch.dtype, total: Total | None = None) -> Tensor:

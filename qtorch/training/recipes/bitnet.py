@@ -21,6 +21,7 @@ from ...recipes.base import register_recipe
 from ..engine.gemm_spec import GemmSpec, TrainingSpec
 from ..engine.numerics import int8, integer
 from ..weights.codes import CodesWeight
+from ..weights.gathered import cut_by_tensor_parallelism
 from ..weights.master import MasterWeight
 from .base import EdgeRecipe, TrainingRecipe, check_trainable, declines_experts
 
@@ -46,8 +47,8 @@ class BitnetTraining(TrainingRecipe):
 
 
 class BitnetWeight(MasterWeight):
-    """A `MasterWeight` whose shards, under FSDP2, are gathered as packed codes of 2 bits. The scale is the mean over
-    all shards."""
+    """A `MasterWeight` whose shards, under FSDP2 alone, are gathered as packed codes of 2 bits. The scale is the mean
+    over all shards."""
 
     @classmethod
     def scales_of_whole(cls, parameters: list[Any], mesh: Any) -> list[tuple[Any, Tensor]]:
@@ -55,8 +56,10 @@ class BitnetWeight(MasterWeight):
         return list(zip(parameters, means, strict=True))
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None, mp_policy: Any = None
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
+        if cut_by_tensor_parallelism(module):
+            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
         scale = self.precomputed_scale()
         if scale is None:
             scale = _global_mean([self.master], [outer_size.numel()], mesh)[0]
@@ -73,6 +76,8 @@ class BitnetWeight(MasterWeight):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
+        if not isinstance(metadata[0], Scheme):
+            return super().fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
         scheme, scale = metadata
         (sent,) = all_gather_outputs
         is_packed = sent.shape[1:] != scheme.shape[1:]

@@ -90,6 +90,11 @@ class SentCodes(NamedTuple):
         return None
 
 
+def cut_by_tensor_parallelism(module: nn.Module) -> bool:
+    """Whether the parts of its weight are multiplied by a forward that joins their scales."""
+    return "forward" in vars(module)
+
+
 def codes_to_send(
     master: Tensor, training: Any, dtype: torch.dtype, mesh: Any, size: torch.Size, module: Any, scale: Tensor | None
 ) -> SentCodes | None:
@@ -97,7 +102,7 @@ def codes_to_send(
     recipe, of a layer that is no `nn.Linear` or is cut by tensor parallelism, in shards that cut blocks of rows, or in
     uneven shards with scales of rows. `scale` is that of the whole tensor, where it is known already."""
     spec = one_weight(training) if isinstance(training, gemm_spec.TrainingSpec) else None
-    if spec is None or not isinstance(module, nn.Linear) or "forward" in vars(module) or len(size) != 2:
+    if spec is None or not isinstance(module, nn.Linear) or cut_by_tensor_parallelism(module) or len(size) != 2:
         return None
     rows, ranks = -(-size[0] // mesh.size()), mesh.size()
     block = spec.granularity.pattern(2)[0]

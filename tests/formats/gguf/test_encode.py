@@ -70,6 +70,18 @@ def test_floats_become_every_type(name: str) -> None:
     assert 6.02 * min(bits, 10) - (16 if "TQ" in name else 8) < qtorch.compute_error(weight, real)
 
 
+@pytest.mark.parametrize("name", ENCODED)
+def test_small_weights_and_zeros(name: str) -> None:
+    weight = torch.randn(16, 512)
+    weight[1], weight[2, 64:96] = 0, 0
+    of_ones, of_small = (numbers(name, quantize(weight * std, name)[1]) / std for std in (1, 2.0**-10))
+    assert not of_small[1].any()
+    if not name.startswith("TQ"):
+        assert not of_small[2, 64:96].any()
+        assert qtorch.compute_error(weight, of_small) > qtorch.compute_error(weight, of_ones) - 1
+        assert qtorch.compute_error(weight, of_small) < qtorch.compute_error(weight, of_ones) + 1
+
+
 EXACT = {
     "groups of 128": (qtorch.intx_weight_only("int4", group_size=128), torch.bfloat16, "Q4_0"),
     "rows": (qtorch.int8_weight_only(scale_dtype=torch.float16), torch.float32, "Q8_0"),

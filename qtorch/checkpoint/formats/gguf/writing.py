@@ -18,6 +18,7 @@ import torch
 from ....dtypes import QuantizedTensor, quantized_type
 from ....primitives import LinearSpec, MappingType, QuantSpec, files
 from ....primitives.layouts.plain import smallest_layout
+from ....recipes.gguf import SMALLEST
 from ... import save_folder, sources, tensor_file
 from ...stacked_experts import fuse_experts
 from .architectures import ARCHITECTURES, parameter_of, permute, stored_names
@@ -178,11 +179,15 @@ def quantize(tensor: torch.Tensor, name: str) -> tuple[str, torch.Tensor]:
         return name, torch.from_numpy(blocks)
     except NotImplementedError:
         spec: Any = ENCODED[name].spec
+        if spec.scale_spec is not None:
+            spec = replace(spec, scale_spec=replace(spec.scale_spec, eps=SMALLEST))
         if isinstance(spec, QuantSpec):
             # Offsets are not positive, and codes of scales divide by the largest of both ends.
             has_offset = spec.mapping is MappingType.ASYMMETRIC
             mapping = spec.mapping if has_offset else MappingType.SYMMETRIC_NO_CLIPPING_ERR
             spec = replace(spec, preserve_zero=True, mapping=mapping)
+        else:  # the tables have no 0, so that only a scale of 0 keeps zeros
+            spec = replace(spec, eps=0.0)
         linear = LinearSpec(spec, layout=smallest_layout(spec.dtype))
         return name, encode(quantized_type(spec).from_float(tensor.float(), linear), name)
 
