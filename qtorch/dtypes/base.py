@@ -26,7 +26,7 @@ from ..kernels.custom_ops import implementations
 from ..kernels.registry import names
 from ..primitives import LinearSpec, QuantSpec, Scheme, double_quant, to_json, tracing
 from ..primitives.layouts import Layout, PlainLayout
-from ..primitives.layouts.base import Forms, Plain, check_inner_tensors, check_plain_tensors, check_scheme
+from ..primitives.layouts.base import LAYOUTS, Forms, Plain, check_inner_tensors, check_plain_tensors, check_scheme
 from . import gathering, views
 from .copying import Copied, forms_of, rebuild
 from .dispatch import ATEN, FUNCTIONS, calling_frame, calling_package, run, run_below
@@ -140,6 +140,10 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
         super().__init_subclass__(**kwargs)
         if "spec_type" in vars(cls):
             _TYPE_OF_SPEC[cls.spec_type] = cls
+
+    def __dir__(self) -> list[str]:
+        """With the inner tensors of all layouts: torch.export asks one tensor for those of all in its class."""
+        return [*super().__dir__(), *(name for layout in LAYOUTS.values() for name in layout.tensors)]
 
     @classmethod
     def tensor_names(cls, scheme: Scheme) -> tuple[str, ...]:

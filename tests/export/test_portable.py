@@ -96,8 +96,8 @@ def test_weights_and_errors_of_the_ordinary_export() -> None:
     refuses("activations is 'integer' or 'qdq', got 'int8'", lambda: portable(model, "int8"))
     qtorch.quantize_(trained := made(Mlp), qtorch.training.int8_mixed_precision_training())
     refuses(r"up.weight is in training; call quantize_\(model, convert\(\)\) first", lambda: portable(trained))
-    model = made(Mlp)
-    qtorch.quantize_(model, qtorch.int8_weight_only())
+    model, sparse = made(Mlp), qtorch.block_sparse(qtorch.int8_weight_only(), 0.5, 32)
+    qtorch.quantize_(model, {"up": qtorch.int8_weight_only(), "down": sparse})  # of one class, with other inner tensors
     x = torch.randn(2, 64)
     program = torch.export.export(model, (x,))
     assert "qtorch" in namespaces(program)
