@@ -23,7 +23,7 @@ from ..checkpoint.streaming import assignment, partial
 from ..dtypes.matrix_weight import MatrixScheme
 from ..model.misfit import Padded
 from ..primitives import Scheme, files, from_json
-from ..primitives.jsonable import CLASSES
+from ..primitives.jsonable import CLASSES, is_class
 from ..recipes.base import RECIPES, Recipe, WeightRecipe
 from .arguments import UsageError, unknown_recipe
 
@@ -156,7 +156,7 @@ def _fitted(value: Any, hint: Any) -> Any:
     if not isinstance(value, _Word):
         return value
     for kind in (hint, *typing.get_args(hint)):
-        if isinstance(kind, type) and issubclass(kind, enum.Enum) and value in kind.__members__:
+        if is_class(kind) and issubclass(kind, enum.Enum) and value in kind.__members__:
             return kind[value]
         if kind is torch.dtype and isinstance(getattr(torch, value, None), torch.dtype):
             return getattr(torch, value)

@@ -234,16 +234,21 @@ def _word(hint: Any) -> str:
     return str(_WORDS.get(hint) or (hint if origin is tuple else getattr(origin or hint, "__name__", hint)))
 
 
+def is_class(hint: Any) -> bool:
+    """Whether a type hint is a class; Python 3.10 takes list[int] for one."""
+    return isinstance(hint, type) and typing.get_origin(hint) is None
+
+
 def _instead(value: Any, hint: Any) -> str:
     """What to write in place of a value that has another type."""
     for kind in typing.get_args(hint) or (hint,):
-        if isinstance(value, type) and isinstance(kind, type) and issubclass(value, kind):
+        if isinstance(value, type) and is_class(kind) and issubclass(value, kind):
             return f"; make one: {_CALLED.get(value, value.__name__)}()"
-        if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if is_class(kind) and issubclass(kind, enum.Enum):
             return f"; write {', '.join(map(str, kind))}"
         if kind is torch.dtype and isinstance(value, str) and f"torch.{value}" in _DTYPES:
             return f"; write torch.{value}"
-        of_kind = [name for cls, name in _CALLED.items() if isinstance(kind, type) and issubclass(cls, kind)]
+        of_kind = [name for cls, name in _CALLED.items() if is_class(kind) and issubclass(cls, kind)]
         if len(of_kind) > 1 and not hasattr(kind, "described"):
             return f"; there are {', '.join(of_kind[:8])}"
     return ""
