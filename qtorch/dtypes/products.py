@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.ops.experts import experts_of_groups
+from ..primitives import tracing
 from .base import QuantizedTensor
 from .dispatch import implements_aten, implements_function
 from .experts import grouped_linear, has_kernel
@@ -136,9 +137,8 @@ implements_function(functional.multi_head_attention_forward)(inlined(functional.
 @implements_aten(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 def _products_below_autograd(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Handle products that reach aten without a call of a torch function of this file (inside torch.tensordot)."""
-    in_backward = torch._C._current_graph_task_id() != -1
     quantizes_input = any(isinstance(arg, QuantizedTensor) and arg.scheme.activation is not None for arg in args)
-    if in_backward and quantizes_input:
+    if tracing.in_backward() and quantizes_input:
         if torch.is_grad_enabled():
             # A second derivative, or a forward that checkpointing runs again: torch does not say which.
             raise NotImplementedError(

@@ -110,6 +110,11 @@ def see_operators() -> bool:
     return is_compiling() or torch._C._get_tracing_state() is not None or are_active() or modes_active()
 
 
+def in_backward() -> bool:
+    """Whether a backward pass runs, in eager mode: a forward in it computes checkpointed activations again."""
+    return not is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, which also works under transforms."""
     return run_whole(function.apply, *args) if transforms_active() else function.apply(*args)

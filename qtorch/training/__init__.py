@@ -22,6 +22,7 @@ from .quantization_aware.fold_batch_norm import fold_batch_norm
 from .quantization_aware.layers import calibrate
 from .quantization_aware.learned import parameter_groups
 from .quantization_aware.recipes.lora_qat import LoRAQAT as lora_qat
+from .quantization_aware.quantizers import average_ranges_over
 from .quantization_aware.recipes.lsq import LSQ as lsq
 from .quantization_aware.recipes.lsq import clip_penalty, pact
 from .quantization_aware.recipes.qat import QAT as qat
@@ -54,13 +55,12 @@ __all__ = [
     "Adam4bit", "Adam8bit", "AdamFp8", "AdamW4bit", "AdamW8bit", "AdamWFp8", "CPUOffloadOptimizer", "CallSite",
     "CodesWeight", "Distillation", "DistillationMixin", "GemmSpec", "Injection", "Int8MixedPrecisionTrainingConfig",
     "MasterWeight", "Muon8bit", "QGaLoreAdamW8bit", "QuantizationSchedule", "Teacher", "TopLogits", "TrainingSpec",
-    "TrainingWeight", "advance_with", "batch_invariant", "binary_training", "bitnet_training", "calibrate",
-    "clip_penalty", "convert",
-    "distill", "distillation_loss", "float8_training", "fold_batch_norm", "fully_quantized", "fully_quantized_float8",
-    "inject", "int4_training", "int4_weight_only_quantized_training", "int8_mixed_precision_training",
-    "int8_tilewise_training", "int8_weight_only_quantized_training", "integer", "lora_qat", "lsq",
-    "mixed_precision_training", "mxfp4_training", "mxfp8_training", "nvfp4_training", "pact", "parameter_groups",
-    "precompute_scales_for_fsdp", "qat", "quantized_conv1d", "quantized_conv2d", "quantized_conv3d",
+    "TrainingWeight", "advance_with", "average_ranges_over", "batch_invariant", "binary_training", "bitnet_training",
+    "calibrate", "clip_penalty", "convert", "distill", "distillation_loss", "float8_training", "fold_batch_norm",
+    "fully_quantized", "fully_quantized_float8", "inject", "int4_training", "int4_weight_only_quantized_training",
+    "int8_mixed_precision_training", "int8_tilewise_training", "int8_weight_only_quantized_training", "integer",
+    "lora_qat", "lsq", "mixed_precision_training", "mxfp4_training", "mxfp8_training", "nvfp4_training", "pact",
+    "parameter_groups", "precompute_scales_for_fsdp", "qat", "quantized_conv1d", "quantized_conv2d", "quantized_conv3d",
     "quantized_conv_transpose1d", "quantized_conv_transpose2d", "quantized_conv_transpose3d", "quantized_einsum",
     "quantized_grouped_mm", "quantized_matmul", "save_in_codes", "scheduled_qat", "scheduled_training",
     "share_rounding", "switchback_training", "sync_codes", "weight_only_quantized_training",

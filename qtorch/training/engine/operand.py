@@ -90,14 +90,16 @@ class ContractionState:
     Attributes:
         static: operands whose ranges are kept from call to call.
         active: whether operands are quantized.
-        observes: whether ranges follow what passes.
         repeats: whether an operand that is quantized again has the same codes.
     """
 
     static: tuple[str, ...] = ()
     active: bool = True
-    observes: bool = False
     repeats: bool = True
+
+    def observes(self, operand: str) -> bool:
+        """Whether the range of an operand follows what passes."""
+        return False
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> StaticRange | None:
         """The range of an operand such as ``"output.lhs"``, whose values, padded to whole blocks, are `x`; None if its
@@ -112,7 +114,7 @@ STATELESS = ContractionState()
 
 def observed(x: Tensor, operand: str, spec: QuantSpec | None, state: ContractionState) -> None:
     """Show the range of `operand`, if it has one, the values that would be quantized."""
-    if spec is None or not state.observes:
+    if spec is None or not state.observes(operand):
         return
     padded = block_mm.pad_to_blocks(x, spec.granularity)
     if (static := state.range_of(operand, padded, spec)) is not None:
@@ -141,7 +143,7 @@ def quantize_operand(
             f"to {padded.shape[1]}; use PerRow() or PerTensor(), or blocks that divide the axis"
         )
     if state is not STATELESS and (static := state.range_of(operand, padded, spec)) is not None:
-        quantized = quantize.quantize_static(padded, spec, *static.qparams(padded, state.observes))
+        quantized = quantize.quantize_static(padded, spec, *static.qparams(padded, state.observes(operand)))
         made = Operand(quantized[0], x.shape[0], quantized[1], quantized[2], spec)
         return made if tokens else made.in_blocks()
     codes, scale, zero_point = (quantize.quantize_rows if tokens else quantize.quantize_dynamic)(padded, spec)

@@ -21,7 +21,7 @@ from ...calibration.observers import Observer
 from ...calibration.statistics import Statistic
 from ...kernels.ops.quantize import without_lost_rows
 from ...model.install import QuantizationState
-from ...primitives import QuantSpec, is_compiling, scale_rules
+from ...primitives import QuantSpec, is_compiling, scale_rules, tracing
 from ...primitives.fake_quant import zero_point_code
 from ...primitives.qparams import min_max
 from .fake_quantize import FakeQuantized, Scaled, clips, fake_quantize, straight_through_rounding
@@ -106,7 +106,8 @@ class Quantizer(QuantizationState):
         if self.observed is not None:
             self.observed.update(x.detach())
             return FakeQuantized(x)
-        scale, zero_point = self._held_or(self.qparams(x, self.training), frozen)
+        # Activations that are computed again have the range of their forward.
+        scale, zero_point = self._held_or(self.qparams(x, self.training and not tracing.in_backward()), frozen)
         if self.training and frozen is not None and self.held_scale is not None:
             with torch.no_grad():
                 self.held_scale.copy_(scale)
@@ -162,14 +163,29 @@ class Quantizer(QuantizationState):
         return str(self.spec)
 
 
+_group: Any = None
+
+
+def average_ranges_over(group: Any) -> None:
+    """Tell this process with which others it averages ranges: those that static activations have, and those from which
+    learned scales start.
+
+    Args:
+        group: a process group, that of data parallelism; None, as at the start, for all processes. The stages of a
+            pipeline have other layers, and would wait for each other.
+    """
+    global _group
+    _group = group
+
+
 def of_all_ranks(seen: Statistic) -> Statistic:
     """What the processes that train together have seen, merged in their order."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         return seen
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, seen)
+    parts: list[Any] = [None] * dist.get_world_size(_group)
+    dist.all_gather_object(parts, seen, _group)
     for other in parts[1:]:
         parts[0].merge(other)
     merged: Statistic = parts[0]
@@ -183,8 +199,8 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     if not (dist.is_available() and dist.is_initialized()):
         return values
     values = values.clone()
-    dist.all_reduce(values)
-    return values / dist.get_world_size()
+    dist.all_reduce(values, group=_group)
+    return values / dist.get_world_size(_group)
 
 
 class Dynamic(Quantizer):

@@ -6,6 +6,7 @@ import torch
 
 from ...calibration.observers import Observer, moving_average, observer_of
 from ...model.install import QuantizationState, check_model
+from ...primitives import tracing
 from ...primitives.jsonable import jsonable
 from ..engine.gemm_spec import TrainingSpec
 
@@ -81,8 +82,8 @@ class Schedule(QuantizationState):
     """Counts the steps of its layer in a buffer, so that a compiled graph does not change with it, and a file of the
     model has it: its forward passes in training mode, or the steps of an optimizer (`advance_with`).
 
-    In eval mode the layer computes what the converted layer would, whatever the step. Of passes, those that are run
-    again for checkpointed activations count again, and so does each batch of several whose gradients are added up.
+    In eval mode the layer computes what the converted layer would, whatever the step. Passes that are run again for
+    checkpointed activations are those of their step; each batch of several whose gradients are added up counts.
 
     Args:
         start_step: steps in floating point before quantization begins.
@@ -101,19 +102,23 @@ class Schedule(QuantizationState):
         self.start_step, self.freeze_step = start_step, freeze_step
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device="cpu"))
 
+    def of_pass(self, step: Any) -> Any:
+        """`step`, the count, as that of the pass that runs: in a backward, its forward has been counted."""
+        return step - 1 if self.training and self.counts_passes and tracing.in_backward() else step
+
     @property
     def active(self) -> torch.Tensor:
         """Whether the layer is quantized."""
-        return self.step >= self.start_step
+        return self.of_pass(self.step) >= self.start_step
 
     @property
     def frozen(self) -> torch.Tensor | None:
         """Whether scales are held; None if they never are."""
-        return None if self.freeze_step is None else self.step >= self.freeze_step
+        return None if self.freeze_step is None else self.of_pass(self.step) >= self.freeze_step
 
     def advance(self) -> None:
         """A pass is done."""
-        if self.counts_passes:
+        if self.counts_passes and not tracing.in_backward():
             self.count()
 
     def count(self) -> None:
@@ -122,8 +127,8 @@ class Schedule(QuantizationState):
 
 
 def advance_with(optimizer: torch.optim.Optimizer, *modules: torch.nn.Module) -> Any:
-    """Count the steps of `optimizer` in all schedules of these modules, in place of their forward passes: gradient
-    accumulation and checkpointed activations then count once.
+    """Count the steps of `optimizer` in all schedules of these modules, in place of their forward passes: batches whose
+    gradients are added up then count once.
 
     Call it again for a model or an optimizer that was loaded or copied; the counts are in the state of the model.
 

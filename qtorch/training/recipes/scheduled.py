@@ -25,8 +25,8 @@ from .base import check_trainable
 
 class ScheduledContraction(Schedule, ContractionState):
     """The state of one contraction: its step, and the ranges of its static operands, made when they are first seen. The
-    count is also a Python number: reading a buffer of a device would wait for it. It stops at the last step that the
-    schedule names, since a compiled graph holds for one number."""
+    count is also a Python number: reading a buffer of a device would wait for it. It stops one after the last step
+    that the schedule names, since a compiled graph holds for one number."""
 
     repeats = False
 
@@ -39,18 +39,18 @@ class ScheduledContraction(Schedule, ContractionState):
 
     @property
     def active(self) -> bool:  # type: ignore[override]
-        return not self.training or self.steps >= self.start_step
+        return not self.training or self.of_pass(self.steps) >= self.start_step
 
-    @property
-    def observes(self) -> bool:  # type: ignore[override]
-        return self.training and (self.freeze_step is None or self.steps < self.freeze_step)
+    def observes(self, operand: str) -> bool:
+        follows = self.freeze_step is None or self.of_pass(self.steps) < self.freeze_step
+        return self.training and follows and not (operand.startswith("output.") and tracing.in_backward())
 
     def count(self) -> None:
         super().count()
         self.steps = self._until_last(self.steps + 1)
 
     def _until_last(self, step: int) -> int:
-        return min(step, max(self.start_step, self.freeze_step or 0))
+        return min(step, 1 + max(self.start_step, self.freeze_step or 0))
 
     def range_of(self, operand: str, x: Tensor, spec: QuantSpec) -> quantizers.ObservedRange | None:
         if operand not in self.static:
