@@ -115,7 +115,7 @@ def kmeans_codebook(
     Args:
         input: (..., n): one table for each of the leading indices.
         bits: 1 to 8.
-        importance: weight of each element, same shape, not negative; all equal by default.
+        importance: weight of each element, same shape, not negative; all equal by default, and in rows of zeros.
         iterations: 0 gives the quantiles.
 
     Returns:
@@ -137,6 +137,7 @@ def kmeans_codebook(
     x, order = input.sort(-1)
     x = x.double()
     w = torch.ones_like(x) if importance is None else importance.double().gather(-1, order)
+    w = torch.where(w.sum(-1, keepdim=True) > 0, w, 1.0)
     sums = [torch.nn.functional.pad(t.cumsum(-1), (1, 0)) for t in (w, w * x, w * x * x)]
     table = _quantiles(x, w, size)
     for _ in range(iterations):

@@ -91,7 +91,8 @@ class _LearnedStep(torch.autograd.Function):
         low: float, high: float, grad_scale: float, through_rounding: bool,
     ) -> Tensor:  # fmt: skip
         code = None if zero_point is None else zero_point_code(zero_point, low, high)
-        ctx.save_for_backward(input, scale, code)
+        # Its gradient is of rounding errors, which `save_in_codes` would lose: that keeps what needs no gradient.
+        ctx.save_for_backward(input.detach(), scale, code)
         ctx.block, ctx.bounds, ctx.grad_scale, ctx.through_rounding = block, (low, high), grad_scale, through_rounding
         ctx.has_learned_zero_point = zero_point is not None and zero_point.is_floating_point()
         y, _ = fake_quantize_blocks(input, block, scale, code, qdtype(dtype), low, high, ZeroPointDomain.INT)

@@ -67,7 +67,8 @@ class save_in_codes(torch.autograd.graph.saved_tensors_hooks):
         loss.backward()
 
     Kept as they are: parameters, their views and copies in other dtypes, inputs and whatever else needs no gradient
-    (masks, statistics of attention and norms), results of log_softmax, and tensors below 4096 elements. A tensor that
+    (masks, statistics of attention and norms), inputs with a learned step, results of log_softmax, and tensors below
+    4096 elements. A tensor that
     several operators save, in whatever shape, is quantized once. Inside of a compiled function, what the compiler saves
     is kept as well: compile the parts between which tensors are to be kept in codes. A tensor that is changed in place
     afterwards keeps the codes of what was saved, where autograd would raise an error.

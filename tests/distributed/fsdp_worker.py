@@ -13,9 +13,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import qtorch
 from qtorch import AffineQuantizedTensor, PerBlock, QuantSpec, int8_weight_only, nf4_weight_only, quantize_, training
+from qtorch.integrations.tensor_parallel import ColwiseParallel, RowwiseParallel
 from qtorch.primitives import qdtype
 from qtorch.training import MasterWeight, convert
 from tests import every_recipe
@@ -295,6 +297,27 @@ OF_A_MESH = ("int8_weight_only", "nf4_weight_only", "int8, a convolution", "int8
 OF_A_MESH += ("bitnet_training", "int8_weight_only_quantized_training", "qat")
 
 
+def check_with_tensor_parallelism(mesh: Any) -> None:
+    """Scales of whole weights and gradients are those of one process; a process may learn ranges alone."""
+    for name in ("bitnet_training", "int8_mixed_precision_training", "int8_tilewise_training"):
+        model, x = build(training_recipes.make(name), 128).requires_grad_(), torch.randn(64, 256)
+        dist.broadcast(x, 0)
+        (wanted := model(x)).square().mean().backward()
+        gradient = model[0].weight.grad
+        model.zero_grad()
+        parallelize_module(model, mesh["shards"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh["replicas"])
+        (y := model(x)).square().mean().backward()
+        torch.testing.assert_close(y, wanted, rtol=0, atol=1e-6 * float(wanted.abs().max()))
+        got = model[0].weight.grad.full_tensor()
+        torch.testing.assert_close(got, gradient, rtol=0, atol=1e-3 * float(gradient.abs().max()))
+    training.average_ranges_over([dist.new_group([rank]) for rank in range(4)][dist.get_rank()])
+    if dist.get_rank() == 0:  # a stage of a pipeline
+        build(training.lsq(4, 8), 128)(x)
+    training.average_ranges_over(None)
+
+
 def main() -> None:
     if dist.get_world_size() == 2:
         for check in CHECKS:
@@ -302,6 +325,7 @@ def main() -> None:
         return
     # Two replicas of two shards.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    check_with_tensor_parallelism(mesh)
     for kind in map(kinds.BY_NAME.__getitem__, OF_A_MESH):
         for rows in kind.rows:
             across.sharded_like_whole(kind, rows, mesh)

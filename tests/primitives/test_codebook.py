@@ -173,6 +173,8 @@ def test_double_quantization_text_and_errors() -> None:
     refuses(r"must ascend, got \(0.0, 0.0\)", lambda: CodebookSpec("uint1", table=(0, 0)))
     refuses("symmetric, and only once; got int8 PerRow", lambda: CodebookSpec("uint4", scale_spec=QuantSpec("int8")))
     refuses("1 to 8 bits, got 9", lambda: kmeans_codebook(torch.ones(2, 2), 9))
+    rows = torch.randn(2, 64)
+    assert torch.equal(kmeans_codebook(rows, 2, torch.zeros(2, 64)), kmeans_codebook(rows, 2)), "nothing is important"
     with pytest.raises(ValueError, match=r"importance has shape \(2,\), the input \(2, 2\)"):
         kmeans_codebook(torch.ones(2, 2), 2, torch.ones(2))
     with pytest.raises(ValueError, match=r"of shape \(2, 1, 'L'\), got \(3, 1, 4\)"):

@@ -1,5 +1,6 @@
 """save_in_codes: gradients are those of inputs as their codes have them, and the memory is that of the codes."""
 
+import contextlib
 import copy
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import qtorch
-from qtorch import PerAxis, PerGroup, QuantSpec, quantize_
+from qtorch import PerAxis, PerGroup, QuantSpec, quantize_, training
 from qtorch.primitives import MappingType, Rounding, ZeroPointDomain, nvfp4_spec, qdtype
 from qtorch.training import int8_mixed_precision_training, int8_tilewise_training, save_in_codes, saved_tensors
 
@@ -209,6 +210,17 @@ def test_models(recipe: str, how: str) -> None:
     floats = torch.cat([part.flatten() for part in wanted]).float()
     error = (torch.cat([part.flatten() for part in got]).float() - floats).norm() / floats.norm()
     assert 1e-4 < error < 0.03 if how != "checkpoint" else error < 0.03
+
+
+def test_learned_steps_see_their_rounding_errors() -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    quantize_(model, training.lsq(4, 8))
+    x, step, found = torch.randn(256, 128), model[2].input_quantizer.log_scale, []
+    for context in (contextlib.nullcontext(), save_in_codes()):
+        with context:
+            loss = functional.mse_loss(model(x), x)
+        found.append(torch.autograd.grad(loss, step)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0)
 
 
 def test_a_context_inside_of_a_compiled_function() -> None:

@@ -4,6 +4,7 @@ Names and arguments are torchao's. One fused step for each parameter (`kernels.o
 C++ on CPU and in Triton on CUDA.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class LowBitAdam(torch.optim.Optimizer):
 
     Attributes:
         decoupled: whether weight decay is AdamW's, apart from the gradient.
-        of_group: more arguments that a group of a subclass may have.
+        of_group, of_state: more arguments and states that a subclass may have.
 
     Raises:
         TypeError: an argument is not known.
@@ -64,6 +65,7 @@ class LowBitAdam(torch.optim.Optimizer):
     default_bits: ClassVar[int | str] = 8
     default_block_size: ClassVar[int] = 256
     of_group: ClassVar[tuple[str, ...]] = ()
+    of_state: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -178,13 +180,17 @@ class LowBitAdam(torch.optim.Optimizer):
         round fp32 moments of bf16 parameters; here they arrive as they were saved.
 
         Raises:
-            ValueError: the groups differ, a group maximizes, or a state does not fit its parameter.
+            ValueError: the groups differ, a group maximizes, or a state is of another optimizer or does not fit its
+                parameter.
         """
         state_dict = dict(state_dict)
         hooks, self._optimizer_load_state_dict_pre_hooks = self._optimizer_load_state_dict_pre_hooks, OrderedDict()
         try:
             for hook in hooks.values():
                 state_dict = hook(self, state_dict) or state_dict
+            known = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", *self.of_state}
+            if unknown := sorted({*itertools.chain(*state_dict["state"].values())} - known):
+                raise ValueError(f"{type(self).__name__} has no {unknown[0]}: the checkpoint is of another optimizer")
             groups = [dict(group) for group in state_dict["param_groups"]]
             for group, own in zip(groups, self.param_groups, strict=False):
                 if group.get("maximize"):

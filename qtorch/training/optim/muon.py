@@ -40,6 +40,7 @@ class Muon8bit(LowBitAdam):
     """
 
     of_group = ("use_muon", "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "ns_int8")
+    of_state = ("momentum_buffer",)
 
     def __init__(
         self,

@@ -87,6 +87,7 @@ class QGaLoreAdamW8bit(LowBitAdam):
     """
 
     of_group = ("rank", "scale", "update_proj_gap", "cos_threshold", "queue_size", "gamma_proj")
+    of_state = ("projector", "next_update", "gap", "similarity")
 
     def __init__(
         self,

@@ -140,6 +140,8 @@ def test_refusals_and_tables() -> None:
     refuses("exp_avg of shape", lambda: AdamW8bit(list(model.parameters())[::-1]).load_state_dict(state))
     theirs = torch.optim.AdamW(model.parameters(), maximize=True)
     refuses("no maximize=True", lambda: optimizer.load_state_dict(theirs.state_dict()))
+    train(model, theirs := torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), range(1))
+    refuses("AdamW8bit has no momentum_buffer", lambda: optimizer.load_state_dict(theirs.state_dict()))
     model = make_model()
     optimizer = AdamW8bit(model.parameters())
     train(model, optimizer, range(1))
