@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import qtorch
 from qtorch import dequantize_, load_quantized, quantize_, save_quantized
 from qtorch.dtypes import QuantizedTensor
 from qtorch.training import convert
@@ -18,8 +19,13 @@ from tests.quantize_model import lines_run
 
 GROUP = "Interruptions"
 
-FILES = ("quantize_api.py", "install.py", "layers.py", "lora_qat.py", "convert.py", "lsq.py", "qat.py", "scheduled.py")
-FILES += ("load.py", "fold_batch_norm.py")
+FILES = (
+    "quantize_api", "model/install", "checkpoint/save_load", "training/recipes/base", "training/recipes/scheduled",
+    *(f"training/quantization_aware/{name}" for name in ("layers", "fold_batch_norm", "recipes/lora_qat")),
+    *(f"training/quantization_aware/recipes/{name}" for name in ("base", "lsq", "qat")),
+)  # fmt: skip
+PATHS = {str(Path(qtorch.__file__).parent / f"{name}.py") for name in FILES}
+assert all(Path(path).exists() for path in PATHS)
 """Where models are changed: an interruption anywhere else is one at the line that called."""
 
 EACH, SAMPLE = 60, 6
@@ -27,8 +33,7 @@ EACH, SAMPLE = 60, 6
 
 
 def _changes_models(file: str) -> bool:
-    path = Path(file)
-    return path.name in FILES and "qtorch" in path.parts
+    return file in PATHS
 
 
 def _lines(call: Callable[[], Any], subject: Subject) -> list[int]:

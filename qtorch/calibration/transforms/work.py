@@ -124,6 +124,7 @@ class Work:
 
     def _differ(self, folds: Sequence[Fold]) -> bool:
         """Whether random scales in these folds change the outputs."""
+        _ = self.reference  # before they do
         with ExitStack() as stack:
             for fold in folds:
                 scales = probe(fold.scales)

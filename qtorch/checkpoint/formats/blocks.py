@@ -153,7 +153,7 @@ def unpack_nibbles(data: Tensor, *, high_first: bool = False) -> Tensor:
 #               lie in two words; ceil(C * bits / 32) words
 #     padded    up to 0.17: floor(32 / bits) codes in each word, the lowest bits first, and the rest of the word zero
 #
-# Codes of 1, 2, 4 and 8 bits are packed alike by both. Small floats lie in bytes, see `pack_nibbles`.
+# Codes of 1, 2, 4 and 8 bits are packed alike by both. Small floats lie in bytes, two in each.
 
 
 def dense_words(length: int, bits: int) -> int:

@@ -51,13 +51,9 @@ class CompiledWeight:
         cls._made = {}
 
     def __init__(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        *about: Any,
-        scales: QuantizedScales | None = None,
-    ) -> None:
+        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, scales: QuantizedScales | None =
+        None,
+    ) -> None:  # fmt: skip
         """See `of`. Raises `ValueError` if the tensors are not those of such a weight."""
         zeros = None if zero_point is None else self.as_matrix(zero_point)
         self.code_values = CodeValues.of(about[2], about[4], zeros)
@@ -110,13 +106,9 @@ class CompiledWeight:
 
     @classmethod
     def of(
-        cls: type[W],
-        codes: Tensor,
-        scale: Tensor,
-        zero_point: Tensor | None,
-        *about: Any,
-        scales: QuantizedScales | None = None,
-    ) -> W:
+        cls: type[W], codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, scales: QuantizedScales |
+        None = None,
+    ) -> W:  # fmt: skip
         """The weight with these tensors, made at the first call.
 
         Args:

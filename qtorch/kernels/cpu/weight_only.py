@@ -188,14 +188,9 @@ def _in_torch(
 
 
 def multiply(
-    name: str,
-    x: Tensor,
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    about: tuple[Any, ...],
-    bias: Tensor | None,
-    in_torch: Callable[[], Tensor],
-    scales: QuantizedScales | None = None,
-) -> Tensor:
+    name: str, x: Tensor, tensors: tuple[Tensor, Tensor, Tensor | None], about: tuple[Any, ...], bias: Tensor | None,
+    in_torch: Callable[[], Tensor], scales: QuantizedScales | None = None,
+) -> Tensor:  # fmt: skip
     """The product of x (M, K) with the weight of `CompiledWeight.of(*tensors, *about, scales=scales)`, recorded under
     this name.
 

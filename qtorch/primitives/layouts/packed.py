@@ -213,11 +213,6 @@ def unpack_dense(words: Tensor, bits: int, length: int) -> Tensor:
     return torch.stack(codes, -1).flatten(-2)[..., :length]
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Codes (..., C) of 4 bits, uint8, C even, in bytes (..., C / 2); the first of two in the low bits."""
-    return codes[..., ::2] | (codes[..., 1::2] << 4)
-
-
 class RowsInSlices:
     """Reads the codes of a matrix that `pack_codes` packed along its last axis, a slice of rows at a time, into memory
     that it keeps: new memory for each slice would not be in cache. A slice is valid until the next one is read."""

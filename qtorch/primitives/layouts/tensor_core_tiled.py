@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from ..affine import ZeroPointDomain
 from ..spec import QuantSpec, Scheme
 from .base import FLOATS, Form, Forms, Layout, Plain, register_layout
-from .packed import pack_nibbles, unpack_dense
+from .packed import pack_dense, unpack_dense
 
 GROUP_SIZES = (32, 64, 128, 256)
 
@@ -160,7 +160,7 @@ def pack_cuda(codes: Tensor, inner_k_tiles: int) -> Tensor:
     tiles = codes.reshape(n // 8, 8, k // (16 * inner_k_tiles), inner_k_tiles // 2, 2, 2, 4, 2)
     # (tile, n, tiles, word, a, b, c, d) -> (tile, tiles, n, c, word, d, a, b): lanes, words, nibbles
     nibbles = tiles.permute(0, 2, 1, 6, 3, 7, 4, 5).flatten(5).flatten(2, 3)
-    return pack_nibbles(nibbles).view(torch.int32).squeeze(-1)
+    return pack_dense(nibbles, 4).squeeze(-1)
 
 
 def unpack_cuda(packed: Tensor) -> Tensor:

@@ -68,19 +68,10 @@ class LowBitAdam(torch.optim.Optimizer):
     of_state: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float | None = None,
-        amsgrad: bool = False,
-        *,
-        block_size: int | None = None,
-        bf16_stochastic_round: bool = False,
-        optim_bits: int | str | None = None,
-        **of_subclass: Any,
-    ) -> None:
+        self, params: Params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float | None = None, amsgrad: bool = False, *, block_size: int | None = None,
+        bf16_stochastic_round: bool = False, optim_bits: int | str | None = None, **of_subclass: Any,
+    ) -> None:  # fmt: skip
         for name in of_subclass.keys() - set(self.of_group):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {name!r}")
         if weight_decay is None:

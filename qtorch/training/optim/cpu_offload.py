@@ -34,14 +34,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
-        *,
-        offload_gradients: bool = False,
-        minimal_size: int = 4096,
-        **kwargs: Any,
-    ) -> None:
+        self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, *,
+        offload_gradients: bool = False, minimal_size: int = 4096, **kwargs: Any,
+    ) -> None:  # fmt: skip
         if minimal_size < 0:
             raise ValueError(f"CPUOffloadOptimizer: minimal_size is a number of elements, got {minimal_size}")
         if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and not kwargs.keys() & {"fused", "foreach"}:

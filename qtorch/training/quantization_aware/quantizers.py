@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...calibration.observers import Observer
@@ -167,24 +168,21 @@ _group: Any = None
 
 
 def average_ranges_over(group: Any) -> None:
-    """Tell this process with which others it averages ranges: those that static activations have, and those from which
-    learned scales start.
-
-    Args:
-        group: a process group, that of data parallelism; None, as at the start, for all processes. The stages of a
-            pipeline have other layers, and would wait for each other.
-    """
+    """Average ranges of static activations, and those from which learned scales start, over this process group, that of
+    data parallelism: the stages of a pipeline have other layers. None, as at the start, is all processes."""
     global _group
     _group = group
 
 
+def _ranks() -> int:
+    return dist.get_world_size(_group) if dist.is_available() and dist.is_initialized() else 1
+
+
 def of_all_ranks(seen: Statistic) -> Statistic:
     """What the processes that train together have seen, merged in their order."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    if _ranks() == 1:
         return seen
-    parts: list[Any] = [None] * dist.get_world_size(_group)
+    parts: list[Any] = [None] * _ranks()
     dist.all_gather_object(parts, seen, _group)
     for other in parts[1:]:
         parts[0].merge(other)
@@ -194,13 +192,11 @@ def of_all_ranks(seen: Statistic) -> Statistic:
 
 def mean_over_ranks(values: Tensor) -> Tensor:
     """The mean over the processes that train together, so that all start alike."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    if _ranks() == 1:
         return values
     values = values.clone()
     dist.all_reduce(values, group=_group)
-    return values / dist.get_world_size(_group)
+    return values / _ranks()
 
 
 class Dynamic(Quantizer):

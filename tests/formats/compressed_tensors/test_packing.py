@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qtorch.checkpoint.formats.blocks import WORD, dense_words, padded_words, unpack_either
-from qtorch.primitives.layouts.packed import pack_dense, pack_nibbles, unpack_dense
+from qtorch.primitives.layouts.packed import pack_dense, unpack_dense
 
 BITS = range(1, 9)
 
@@ -65,7 +65,7 @@ def test_the_version_or_the_padding_tells_the_packing_of_short_rows(bits: int, l
 
 def test_nibbles_and_other_shapes() -> None:
     codes = codes_of(3, 8, 4)
-    packed = pack_nibbles(codes)
+    packed = pack_dense(codes, 4).view(torch.uint8)
     assert torch.equal(unpack_dense(packed, 4, 8), codes)
     assert int(packed[0, 0]) == int(codes[0, 0]) + 16 * int(codes[0, 1])
     with pytest.raises(ValueError, match=r"rows of 64 codes of 3 bits take 6 words, or 7 up to version 0.17, got 5"):

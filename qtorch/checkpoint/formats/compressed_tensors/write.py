@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....dtypes import ConvWeight, QuantizedTensor
 from ....primitives import construct, files
-from ....primitives.layouts.packed import pack_dense, pack_nibbles
+from ....primitives.layouts.packed import pack_dense
 from ...save_folder import SaveFormat, register_save_format
 from ...stacked_experts import expert_names, is_fused, split_experts
 from ..blocks import divisor_of
@@ -90,7 +90,7 @@ def _floats(codes: Tensor, others: dict[str, Tensor], weights: Args) -> dict[str
         scale = scale.view(torch.uint8)
     if weights.num_bits == 8:
         return {"weight": codes, "weight_scale": _scale(scale, weights)}
-    found = {"weight_packed": pack_nibbles(codes), "weight_scale": scale}
+    found = {"weight_packed": pack_dense(codes, 4).view(torch.uint8), "weight_scale": scale}
     if weights.strategy == "tensor_group":
         empty = (scale.view(torch.uint8) == 0).repeat_interleave(codes.shape[1] // scale.shape[1], 1)
         if bool((codes[empty] & _MAGNITUDE).any()):
