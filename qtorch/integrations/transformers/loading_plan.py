@@ -58,11 +58,12 @@ class QtorchConfig(QuantizationConfigMixin):
     quant_method: Any
 
     def __init__(
-        self, recipe: Recipe | Mapping[str, Recipe | None] | Any = None, modules_to_not_convert: Sequence[str] | None =
-        None, *, targets: str | Sequence[str] = "linear", on_misfit: misfit.OnMisfit = "error", calibration:
-        Iterable[Any] | None = None, calibration_method: Method = "auto", calibration_length: int = 512, names:
-        transformers_folder.Names = "model", model_dtype: str | None = None, base_model: str | None = None, training:
-        Sequence[Any] = (), version: int = VERSION, quant_method: str = QUANT_METHOD,
+        self, recipe: Recipe | Mapping[str, Recipe | None] | Any = None,
+        modules_to_not_convert: Sequence[str] | None = None, *, targets: str | Sequence[str] = "linear",
+        on_misfit: misfit.OnMisfit = "error", calibration: Iterable[Any] | None = None,
+        calibration_method: Method = "auto", calibration_length: int = 512, names: transformers_folder.Names = "model",
+        model_dtype: str | None = None, base_model: str | None = None, training: Sequence[Any] = (),
+        version: int = VERSION, quant_method: str = QUANT_METHOD,
     ) -> None:  # fmt: skip
         if version != VERSION:
             raise ValueError(f"the folder has version {version!r:.40} of the format; this qtorch reads {VERSION}")

@@ -51,8 +51,8 @@ class CompiledWeight:
         cls._made = {}
 
     def __init__(
-        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, scales: QuantizedScales | None =
-        None,
+        self, codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any,
+        scales: QuantizedScales | None = None,
     ) -> None:  # fmt: skip
         """See `of`. Raises `ValueError` if the tensors are not those of such a weight."""
         zeros = None if zero_point is None else self.as_matrix(zero_point)
@@ -106,8 +106,8 @@ class CompiledWeight:
 
     @classmethod
     def of(
-        cls: type[W], codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any, scales: QuantizedScales |
-        None = None,
+        cls: type[W], codes: Tensor, scale: Tensor, zero_point: Tensor | None, *about: Any,
+        scales: QuantizedScales | None = None,
     ) -> W:  # fmt: skip
         """The weight with these tensors, made at the first call.
 

@@ -14,8 +14,8 @@ def int8(granularity: Granularity = PerRow(), rounding: Rounding = Rounding.NEAR
 
 
 def integer(
-    bits: int, granularity: Granularity = PerRow(), rounding: Rounding = Rounding.NEAREST_EVEN, *, preserve_zero: bool =
-    True, preserve_max_val: bool = True, noise: Noise | None = None,
+    bits: int, granularity: Granularity = PerRow(), rounding: Rounding = Rounding.NEAREST_EVEN, *,
+    preserve_zero: bool = True, preserve_max_val: bool = True, noise: Noise | None = None,
 ) -> QuantSpec:  # fmt: skip
     """Symmetric codes of 1 to 22 bits; scale = absmax / bound (AQT, `int_numerics.IntSymmetric`).
 
@@ -52,8 +52,8 @@ def float8(dtype: torch.dtype = torch.float8_e4m3fn, granularity: Granularity = 
 
 
 def fully_quantized(
-    fwd_bits: int | None = 8, bwd_bits: int | None = 8, granularity: Granularity = PerRow(), *, grad_weight: bool =
-    True, stochastic_rounding: bool = False, preserve_max_val: bool = True,
+    fwd_bits: int | None = 8, bwd_bits: int | None = 8, granularity: Granularity = PerRow(), *,
+    grad_weight: bool = True, stochastic_rounding: bool = False, preserve_max_val: bool = True,
 ) -> TrainingSpec:  # fmt: skip
     """Integers for all three matmuls.
 

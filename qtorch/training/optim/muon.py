@@ -43,9 +43,9 @@ class Muon8bit(LowBitAdam):
     of_state = ("momentum_buffer",)
 
     def __init__(
-        self, params: Params, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95, nesterov:
-        bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), eps: float = 1e-7,
-        ns_steps: int = 5, adjust_lr_fn: str | None = None, ns_int8: bool = False, **of_adam: Any,
+        self, params: Params, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
+        nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7, ns_steps: int = 5, adjust_lr_fn: str | None = None, ns_int8: bool = False, **of_adam: Any,
     ) -> None:  # fmt: skip
         values = (True, momentum, nesterov, ns_coefficients, ns_steps, adjust_lr_fn, ns_int8)
         of_group: dict[str, Any] = dict(zip(self.of_group, values, strict=True))

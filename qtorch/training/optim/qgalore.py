@@ -92,8 +92,8 @@ class QGaLoreAdamW8bit(LowBitAdam):
     def __init__(
         self, params: Params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, rank: int | None = None, scale: float = 0.25, update_proj_gap: int = 200,
-        cos_threshold: float = 0.4, queue_size: int = 5, gamma_proj: float = 2.0, block_size: int = 256, optim_bits: int
-        | str = 8,
+        cos_threshold: float = 0.4, queue_size: int = 5, gamma_proj: float = 2.0, block_size: int = 256,
+        optim_bits: int | str = 8,
     ) -> None:  # fmt: skip
         values = (rank, scale, update_proj_gap, cos_threshold, queue_size, gamma_proj)
         of_group: dict[str, Any] = dict(zip(self.of_group, values, strict=True))

@@ -180,7 +180,7 @@ def _ranks() -> int:
 
 def of_all_ranks(seen: Statistic) -> Statistic:
     """What the processes that train together have seen, merged in their order."""
-    if _ranks() == 1:
+    if _ranks() <= 1:
         return seen
     parts: list[Any] = [None] * _ranks()
     dist.all_gather_object(parts, seen, _group)
@@ -192,7 +192,7 @@ def of_all_ranks(seen: Statistic) -> Statistic:
 
 def mean_over_ranks(values: Tensor) -> Tensor:
     """The mean over the processes that train together, so that all start alike."""
-    if _ranks() == 1:
+    if _ranks() <= 1:
         return values
     values = values.clone()
     dist.all_reduce(values, group=_group)
