@@ -210,6 +210,13 @@ def test_nested_and_scheduled() -> None:
     assert ranges[0] == pytest.approx(x.abs().max().item(), rel=1e-5) or ranges[0] > 1
     assert ranges[1] <= 1
     assert injection.states["0:linear"].step == 4
+    # A backward inside of the context, without a module, is one of the step that runs.
+    a, b = torch.randn(300, 64, requires_grad=True), torch.randn(64, 32, requires_grad=True)
+    with inject(fully_quantized(8, 8, PerTensor()), QuantizationSchedule()):
+        y = a @ b
+        with record_kernels() as ran:
+            y.sum().backward()
+    assert "int_matmul" in ran
 
 
 def test_converting_either_side() -> None:

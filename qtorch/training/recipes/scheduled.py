@@ -45,6 +45,9 @@ class ScheduledContraction(Schedule, ContractionState):
         follows = self.freeze_step is None or self.of_pass(self.steps) < self.freeze_step
         return self.training and follows and not (operand.startswith("output.") and tracing.in_backward())
 
+    def of_pass(self, step: int) -> int:
+        return step if self.is_used else super().of_pass(step)  # one that is used is not counted yet
+
     def count(self) -> None:
         super().count()
         self.steps = self._until_last(self.steps + 1)
