@@ -151,9 +151,9 @@ def of_values(instruction_set: str) -> Table:
     """Of weights whose codes are no integers, on every machine; nothing else is copied. Tiles multiply in fp32, which
     is slower than `F.linear` where the processor has products of bf16, and slower still than matrix tiles."""
     many = "float" if features.cpu_has("bf16") else "tile"
-    bfloat16 = (4, "amx") if instruction_set == "amx" else (8, many)
+    float32, bfloat16 = ("amx", (4, "amx")) if instruction_set == "amx" else ("tile", (8, many))
     table: Table = {}
-    for dtype, few, last in (("float32", 8, "tile"), ("bfloat16", *bfloat16), ("float16", 8, many)):
+    for dtype, few, last in (("float32", 8, float32), ("bfloat16", *bfloat16), ("float16", 8, many)):
         table[f"values {dtype}"] = [(few, "dot"), (None, last)]
         table[f"units {dtype}"] = [(2, "fixed"), *table[f"values {dtype}"]]  # integers times a unit
         table[f"vectors {dtype}"] = [(2 if dtype == "float32" else 4, "fixed"), *table[f"values {dtype}"]]

@@ -11,7 +11,6 @@ five to ten times as long as in a loop. So from the second call of a layer on, `
 at once, which checks the input and little else.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -19,8 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...primitives import CodebookSpec, Scheme, is_compiling, qdtype
-from ..config import generation
+from ...primitives import CodebookSpec, is_compiling, qdtype
 from ..custom_ops import Name, Size, implement, note, opaque, portable, recording
 from ..linear import codebooks, scaled
 from ..linear.weight_only import packed_weight_mm
@@ -244,18 +242,12 @@ class Dequantized(NamedTuple):
         return out
 
 
-@functools.lru_cache(maxsize=1024)
-def _weight_only_kernel(scheme: Scheme, dtype: torch.dtype, _generation: int) -> str:
-    """The kernel that multiplies floats with the codes of a weight."""
-    spec = replace(scheme.spec, activation=None, static=False)
-    return choose(Problem("linear", replace(scheme, spec=spec), dtype, "cpu")).name
-
-
 @implement("error_norms", "cpu")
 def _error_norms(floats: Tensor, quantized: Any) -> Tensor:
     """See `error_norms`: a row at a time, while it is in the cache."""
     scheme, stored = quantized.scheme, None
-    kernel = _weight_only_kernel(scheme, floats.dtype, generation.number)
+    alone = replace(scheme, spec=replace(scheme.spec, activation=None, static=False))
+    kernel = choose(Problem("linear", alone, floats.dtype, "cpu")).name
     if kernel in ("cpu_weight_only_mm", "cpu_lut_mm") and scheme.dtype in TYPES:
         (n, k), (packed, dtype, low, high, domain) = scheme.shape, weight.form(scheme)
         about = n, k, dtype, packed, domain, (low + high + 1) / 2

@@ -90,14 +90,14 @@ KERNELS = {
 FAST = (FLOATS[0], "float4_e2m1", "NF4", "tables of 5 bits", "NF4, twice quantized", "NVFP4", "Q3_K", "Q4_K")
 
 
-@pytest.mark.parametrize("variant", ["dot", "fixed", "tile", "float"])
+@pytest.mark.parametrize("variant", ["dot", "fixed", "tile", "amx", "float"])
 @pytest.mark.parametrize("name", fast_part.matrix_but(FAST, KERNELS))
 def test_against_exact_arithmetic(build: str, name: str, variant: str) -> None:
     kernel = KERNELS[name]
     with variants.force(variant), record_kernels() as ran:
         for weight in weights(name):
             exact = weight.dequantize()
-            for rows in (1, 2, 8, 17):
+            for rows in (1, 2, 8, 17, 40):
                 x, bias = torch.randn(rows, weight.shape[1]), torch.randn(weight.shape[0])
                 y = functional.linear(x, weight, bias)
                 assert ran[-1] == f"{kernel}.{build}.{variant}"
@@ -117,6 +117,19 @@ def test_bf16_against_exact_arithmetic(build: str, name: str, variant: str) -> N
             product, size = x.double() @ exact.t(), rounding.magnitude(x, exact)
             sums = rounding.gamma(weight.shape[1] + rounding.EXTRA) * size
             assert ((y - product).abs() <= sums + (product.abs() + sums) * 2**-8).all()
+
+
+@pytest.mark.parametrize("name", [*FLOATS, *TABLES, "NVFP4"])
+def test_matrix_tiles_multiply_slices_of_fp32(build: str, name: str) -> None:
+    """Their sums have other bits than those of other tiles. Numbers beyond bf16 are sliced for many rows alone."""
+    weight = weights(name)[-1]
+    are_bf16 = name in ("NVFP4", "one table of 3 bits", *FLOATS)
+    for rows, sliced in ((16, are_bf16), (40, True)):
+        x, outputs = torch.randn(rows, weight.shape[1]), []
+        for variant in ("tile", "amx"):
+            with variants.force(variant):
+                outputs.append(functional.linear(x, weight))
+        assert torch.equal(*outputs) == (build != "amx" or not sliced)
 
 
 @pytest.mark.parametrize("integers", [range(1, 32, 2), range(16)], ids=str)
@@ -193,7 +206,7 @@ def test_codes_that_are_no_numbers_and_damaged_scales(dtype: str) -> None:
     codes = weight.qdata.view(torch.uint8)
     codes[1, 3], codes[4, 5] = (0x7C, 0xFE) if dtype == "float8_e5m2" else (0x7F, 0xFF)
     x = torch.rand(2, 64) + 1
-    for variant in ("dot", "tile", "float"):
+    for variant in ("dot", "tile", "amx", "float"):
         with variants.force(variant):
             y = functional.linear(x, weight)
         assert bool((y[:, 1].isposinf() if dtype == "float8_e5m2" else y[:, 1].isnan()).all())

@@ -2,8 +2,8 @@
 //
 //     y[m, n] = sum_g scale[n, g] * (sum_{k in g} c[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
-// Codes are exact in bf16, and x is the exact sum of slices that are: three for fp32, two for fp16. Each slice is
-// multiplied in turn. A tile of the weight, 16 rows of 32 codes, is the left operand. Tiles of the weight, of x and of c lie one
+// Codes are exact in bf16, and so are most numbers that they stand for; x, and all other numbers, are the exact sum of slices
+// that are: three for fp32, two for fp16 x. Each slice is multiplied in turn, but small ones of both. A tile of the weight, 16 rows of 32 codes, is the left operand. Tiles of the weight, of x and of c lie one
 // behind the other, so that each is read and written in one piece.
 //
 // For bf16 x the weight is dequantized to bf16 instead, as `dequantize` would, and sums run over all groups.
@@ -21,6 +21,39 @@ constexpr int AMX_NEAR = 256;  // of bf16 x multiplied at a time: so many of two
 constexpr int AMX_AHEAD = 8;  // rows
 constexpr int BFLOAT_TILE = 16 * AMX_STEP, FLOAT_TILE = 16 * 16;  // numbers in a tile
 
+// Whether the numbers of all codes, times each of `scales`, are bf16.
+inline bool are_bfloat(const Weight& w, const float* scales, int64_t count) {
+    bool exact = !w.values_stride && w.values_type == FLOAT32;
+    for (int64_t j = 0; exact && j < count; j++)
+        for (int64_t i = 0; i < w.values_count; i++) {
+            float number = ((const float*)w.values)[i] * scales[j];
+            exact &= number != number || !(load<uint32_t>(&number) & 0xffff);
+        }
+    return exact;
+}
+
+// What all scales of a weight are multiples of, if these times the numbers of its codes are bf16; or null. So it is in NVFP4.
+inline const float* common_scale(const Weight& w) {
+    if (!w.values || !w.scale_values || w.scale_mean || !w.n) return nullptr;
+    int64_t count = w.scale_stride * (w.n - 1) + w.groups;
+    int64_t first = w.first_scale / w.scale_group, last = (w.first_scale + count - 1) / w.scale_group;
+    // Scales are not below the least normal number; multiples that are no scale of float8 are not below 2^-9.
+    bool normal = w.scale_scale[first] >= 0x1p-100f;
+    return first == last && normal && are_bfloat(w, w.scale_values, 256) ? w.scale_scale + first : nullptr;
+}
+
+// How many slices the numbers of codes have.
+inline int number_slices(const Weight& w) {
+    constexpr float one = 1;
+    return !w.values || are_bfloat(w, &one, 1) ? 1 : 3;
+}
+
+// Whether slices of x are multiplied: of groups one by one, or where scales are in the tiles. Few rows do not pay for slices
+// of numbers.
+inline bool takes_bfloat_slices(const Weight& w, int64_t rows) {
+    return common_scale(w) || (has_whole_groups(w) && (rows > 32 || number_slices(w) == 1));
+}
+
 // The next bf16 slice of 16 numbers; `x` keeps what is left. Truncated, so that huge numbers do not become infinite.
 INLINE __m512i next_slice(Floats& x) {
     constexpr int32_t HIGH = (int32_t)0xffff0000, EXPONENT = 0x7f800000;
@@ -28,6 +61,14 @@ INLINE __m512i next_slice(Floats& x) {
     // Nothing is left of infinity.
     x = (Floats)((Ints)(x - (Floats)bits) & ((bits & EXPONENT) != EXPONENT));
     return (__m512i)bits;
+}
+
+// The same of 32 numbers, in order.
+INLINE __m512i next_slices(Floats& low, Floats& high) {
+    const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
+                                                  23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    __m512i a = next_slice(low), b = next_slice(high);
+    return _mm512_permutex2var_epi16(a, upper_halves, b);
 }
 
 // x to panels of 16 rows, [slice][panel][k / 2][row][2] bf16, and the sums of its groups, [group][row].
@@ -59,13 +100,7 @@ inline void slice_panels(const Weight& w, const Input& x, int slices, uint16_t* 
                 low = load<Floats>(p);
                 high = load<Floats>(p + 16);
             }
-            for (int s = 0; s < slices; s++) {
-                // The upper halves of all 32 numbers, in order.
-                const __m512i order = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
-                                                       29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-                __m512i a = next_slice(low), b = next_slice(high);
-                pairs[s][m] = (Ints)_mm512_permutex2var_epi16(a, order, b);
-            }
+            for (int s = 0; s < slices; s++) pairs[s][m] = (Ints)next_slices(low, high);
         }
         for (int s = 0; s < slices; s++) {
             uint16_t* to = out + ((s * panels + panel) * k32 + k) * 16;
@@ -131,35 +166,43 @@ INLINE void add_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int6
     store_tile<3>(c + right + FLOAT_TILE, 64);
 }
 
+// Slices of numbers, and how far one is from the next.
+struct Slices {
+    int count;
+    int64_t step;
+};
+
 // products (32, 32) = sum over slices and `columns` of tiles at `a` and of the panels at `b`. One panel alone has its
 // result in two halves, to be added: a product takes three times as long to finish as the next takes to start.
 template <int PANELS>
-void multiply_bfloat(const uint16_t* a, const uint16_t* b, int64_t panel, int slices, int64_t slice, int64_t columns,
-                     float* products) {
+void multiply_bfloat(const uint16_t* a, Slices of_a, const uint16_t* b, Slices of_b, int64_t panel, int64_t columns, float* products) {
     zero_tile<0>();
     zero_tile<1>();
     zero_tile<2>();
     zero_tile<3>();
     int odd = 0;
     for (int64_t k = 0; k < columns; k += AMX_STEP) {
-        load_tile<4>(a + k * 16, 64);
-        load_tile<5>(a + 16 * AMX_COLUMNS + k * 16, 64);
-        for (int s = 0; s < slices; s++) {
-            const uint16_t* from = b + s * slice + k * 16;
-            load_tile<6>(from, 64);
-            if (PANELS == 2) load_tile<7>(from + panel, 64);
-            if (PANELS == 2 || !odd) {
-                multiply_bfloats<0, 4, 6>();
-                multiply_bfloats<2, 5, 6>();
+        for (int t = 0; t < of_a.count; t++) {
+            const uint16_t* tiles = a + t * of_a.step + k * 16;
+            load_tile<4>(tiles, 64);
+            load_tile<5>(tiles + 16 * AMX_COLUMNS, 64);
+            for (int s = 0; s < of_b.count - t; s++) {
+                const uint16_t* from = b + s * of_b.step + k * 16;
+                load_tile<6>(from, 64);
+                if (PANELS == 2) load_tile<7>(from + panel, 64);
+                if (PANELS == 2 || !odd) {
+                    multiply_bfloats<0, 4, 6>();
+                    multiply_bfloats<2, 5, 6>();
+                }
+                if (PANELS == 2) {
+                    multiply_bfloats<1, 4, 7>();
+                    multiply_bfloats<3, 5, 7>();
+                } else if (odd) {
+                    multiply_bfloats<1, 4, 6>();
+                    multiply_bfloats<3, 5, 6>();
+                }
+                odd = !odd;
             }
-            if (PANELS == 2) {
-                multiply_bfloats<1, 4, 7>();
-                multiply_bfloats<3, 5, 7>();
-            } else if (odd) {
-                multiply_bfloats<1, 4, 6>();
-                multiply_bfloats<3, 5, 6>();
-            }
-            odd = !odd;
         }
     }
     store_tile<0>(products, 64);
@@ -183,11 +226,11 @@ INLINE void add_scaled(const float* products, const float* scale, int64_t groups
 struct BfloatPanels {
     const uint16_t* values;  // [slice][panel][k / 2][row][2]
     const float* sums;       // of its groups, [group][row], where the weight has offsets that are added at the end
-    int slices;
-    int64_t panels, panel, slice;  // panel, slice: numbers from one to the next
+    Slices slices;
+    int64_t panels, panel;  // panel: numbers from one to the next
 
     // Then the weight is dequantized to bf16 too, and its scales are in the tile.
-    bool is_bfloat() const { return slices == 1; }
+    bool is_bfloat() const { return slices.count == 1; }
 };
 
 // A run of rows of the weight times all of x: what a thread works in.
@@ -197,8 +240,12 @@ struct AmxBlock {
     int64_t rows;           // most of the weight, a multiple of 32
     int8_t* decoded;        // AMX_COLUMNS codes of a row
     float* numbers;         // the same, dequantized
-    uint16_t* tiles;        // [row / 16][k / 32][row % 16][32]
+    uint16_t* tiles;        // [slice][row / 16][k / 32][row % 16][32]
+    Slices slices;
     float *scale, *offset;  // (rows, groups)
+    // Where scales are in the tiles, what products are multiplied with; or null, and groups are scaled one by one.
+    const float* factor;
+    float* ones;  // (groups)
     float* c;               // sums, [panel][row][16]
     alignas(64) float products[4 * FLOAT_TILE], integers[16];  // the latter by the lowest bits of a code
 
@@ -207,11 +254,14 @@ struct AmxBlock {
         if (x.sums || x.is_bfloat()) offsets(w, start, scale, offset, count);
     }
 
+    // What numbers of row r are multiplied with in the tiles.
+    const float* tile_scale(int64_t r) const { return factor ? scale + r * w.groups : ones; }
+
     bool looks_up_groups() const { return has_whole_groups(w) || w.group == 16; }
 
     // How many columns of a row are decoded alike: a run of packed 4-bit codes that are looked up where they are, or all.
     int64_t run() const {
-        bool packed = x.is_bfloat() && w.bits == 4 && w.values_count <= 16 && looks_up_groups() && w.k % (8 * AMX_STEP) == 0;
+        bool packed = (x.is_bfloat() || w.values) && slices.count == 1 && w.bits == 4 && w.values_count <= 16 && looks_up_groups() && w.k % (8 * AMX_STEP) == 0;
         return packed ? w.k / 8 : w.k;
     }
 
@@ -219,7 +269,7 @@ struct AmxBlock {
     // in which an instruction looks up 32, by the lowest bits of bytes that are shifted to the `right`.
     template <bool TWO>
     void look_up_row(int64_t start, int64_t r, const GroupEdge& edge, const int8_t* codes, int right, int64_t columns, uint16_t* out) {
-        const float *s = scale + r * w.groups, *o = offset + r * w.groups;
+        const float *s = tile_scale(r), *o = offset + r * w.groups;
         const __m512i shift = _mm512_set1_epi16(right);
         auto bytes = [&](int64_t i) { return _mm512_srlv_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(codes + i))), shift); };
         auto table_of = [&](Floats low, Floats high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); };
@@ -254,7 +304,7 @@ struct AmxBlock {
     INLINE void compute_row(int64_t r, const GroupEdge& at, const int8_t* codes, int64_t columns, uint16_t* out) {
         WideComputed reader(w);
         each_group(at, columns, [&](int64_t i, int64_t stop, int64_t g) {
-            Floats factor = broadcast(scale[r * w.groups + g]), both[2];
+            Floats factor = broadcast(tile_scale(r)[g]), both[2];
             for (; i < stop; i += AMX_STEP) {
                 read(reader, codes + i, both);
                 store(out + i * 16, _mm512_cvtne2ps_pbh((__m512)(both[1] * factor), (__m512)(both[0] * factor)));
@@ -271,7 +321,7 @@ struct AmxBlock {
         if (count <= 16 && looks_up_groups()) return look_up_row<false>(start, r, at, codes, 0, columns, out);
         if (count <= 64 && has_whole_groups(w)) return look_up_row<true>(start, r, at, codes, 0, columns, out);
         if (w.values && w.exponent && has_whole_groups(w)) return compute_row(r, at, codes, columns, out);
-        const float *s = scale + r * w.groups, *o = offset + r * w.groups;
+        const float *s = tile_scale(r), *o = offset + r * w.groups;
         // Groups that end within a row of a tile take one more step.
         if (w.values || !has_whole_groups(w)) {
             if (w.values) scale_values(w, start + r, at, codes, columns, s, numbers);
@@ -284,6 +334,15 @@ struct AmxBlock {
             Floats factor = broadcast(s[g]), shift = broadcast(o[g]);
             to_tiles(stop - i, out + i * 16, [&](int64_t j) { return fma(to_floats(widen(codes + i + j)), factor, shift); });
         });
+    }
+
+    // Codes to the numbers that they stand for, in slices.
+    void slice_row(int64_t n, const GroupEdge& at, const int8_t* codes, int64_t columns, uint16_t* out) {
+        scale_values(w, n, at, codes, columns, ones, numbers);
+        for (int64_t i = 0; i < columns; i += AMX_STEP) {
+            Floats low = load<Floats>(numbers + i), high = load<Floats>(numbers + i + 16);
+            for (int s = 0; s < slices.count; s++) store(out + s * slices.step + i * 16, next_slices(low, high));
+        }
     }
 
     // Tiles, from `to` on: columns from k on, which are part of one run, of rows from `start` on.
@@ -305,11 +364,13 @@ struct AmxBlock {
                 memset(decoded + columns, 0, AMX_STEP);  // which is a number
             }
             codes = direct ? codes + k : decoded;
-            if (x.is_bfloat()) dequantize_row(start, r, edge, codes, columns, out);
+            if (slices.count > 1) slice_row(start + r, edge, codes, columns, out);
+            else if (x.is_bfloat() || w.values) dequantize_row(start, r, edge, codes, columns, out);
             else to_tiles(columns, out, [&](int64_t i) { return to_floats(widen(codes + i)); });
             // What is behind the end of the row may stand for an infinity.
             int64_t rest = columns % AMX_STEP;
-            if (rest) memset(out + (columns - rest) * 16 + rest, 0, (AMX_STEP - rest) * 2);
+            for (int s = 0; rest && s < slices.count; s++)
+                memset(out + s * slices.step + (columns - rest) * 16 + rest, 0, (AMX_STEP - rest) * 2);
         }
     }
 
@@ -332,8 +393,7 @@ struct AmxBlock {
     INLINE void multiply_panels(int64_t p, int64_t count, int64_t k, int64_t columns) {
         const uint16_t* b = x.values + p * x.panel + k * 16;
         const int64_t right = rows * 16;
-        const float one = 1;
-        GroupEdge at(k, !x.is_bfloat() ? w.group : PANELS == 2 ? AMX_NEAR : AMX_COLUMNS);
+        GroupEdge at(k, !factor ? w.group : PANELS == 2 ? AMX_NEAR : AMX_COLUMNS);
         for (int64_t i = 0, length; i < columns; i += length, at.pass(length)) {
             length = at.left > columns - i ? columns - i : at.left;
             for (int64_t r = 0; r < count; r += 32) {
@@ -343,8 +403,8 @@ struct AmxBlock {
                     add_bfloat(a, from, x.panel, length, to, right);
                     continue;
                 }
-                multiply_bfloat<PANELS>(a, from, x.panel, x.slices, x.slice, length, products);
-                if (x.is_bfloat()) add_scaled<PANELS>(products, &one, 0, to, right);
+                multiply_bfloat<PANELS>(a, slices, from, x.slices, x.panel, length, products);
+                if (factor) add_scaled<PANELS>(products, factor, 0, to, right);
                 else add_scaled<PANELS>(products, scale + r * w.groups + at.group, w.groups, to, right);
             }
         }
@@ -383,22 +443,28 @@ struct AmxBlock {
     }
 };
 
-inline void multiply_amx(const Weight& w, const Input& x, const Output& y, int64_t threads) {
+inline void multiply_amx(const Weight& all, const Input& x, const Output& y, int64_t threads) {
     static thread_local Scratch panel_scratch, group_scratch;
+    static constexpr float ONE = 1;
+    Weight w = all;
+    const float* factor = x.type == BFLOAT16 ? &ONE : common_scale(w);
+    if (factor && factor != &ONE) w.scale_scale = &ONE, w.first_scale = 0, w.scale_group = INT64_MAX;
     int slices = x.type == BFLOAT16 ? 1 : x.type == FLOAT16 ? 2 : 3;
     int64_t m16 = round_up(x.rows, 16), panel = round_up(w.k, AMX_STEP) * 16, slice = m16 / 16 * panel;
     uint16_t* packed = panel_scratch.get<uint16_t>(slices * slice);
     float* sums = w.has_offset() && slices > 1 ? group_scratch.get<float>(w.groups * m16) : nullptr;
     if (slices == 1) bfloat_panels(w, x, packed, threads);
     else slice_panels(w, x, slices, packed, sums, threads);
-    const BfloatPanels panels{packed, sums, slices, m16 / 16, panel, slice};
+    const BfloatPanels panels{packed, sums, {slices, slice}, m16 / 16, panel};
+    const int parts = factor ? 1 : number_slices(w);
     const RowTasks shares(w.n, 32, x.rows <= 32 ? 32 : 256, threads);
     const int64_t rows = shares.most();
     parallel(shares.count, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, number_scratch, tile_scratch, scale_scratch, sum_scratch;
-        float* scale = scale_scratch.get<float>(2 * rows * w.groups);
+        float *scale = scale_scratch.get<float>((2 * rows + 1) * w.groups), *ones = scale + 2 * rows * w.groups;
+        for (int64_t g = 0; g < w.groups; g++) ones[g] = 1;
         AmxBlock block{w, panels, rows, code_scratch.get<int8_t>(AMX_COLUMNS), number_scratch.get<float>(AMX_COLUMNS),
-                       tile_scratch.get<uint16_t>(rows * AMX_COLUMNS), scale, scale + rows * w.groups, sum_scratch.get<float>(rows * m16)};
+                       tile_scratch.get<uint16_t>(parts * rows * AMX_COLUMNS), {parts, rows * AMX_COLUMNS}, scale, scale + rows * w.groups, factor, ones, sum_scratch.get<float>(rows * m16)};
         TileConfig config(64);
         for (int64_t task; (task = tasks.next()) >= 0;) {
             int64_t start = shares.start(task), count = shares.start(task + 1) - start;

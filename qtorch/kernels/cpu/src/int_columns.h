@@ -100,8 +100,10 @@ void multiply_columns(const Weight& w, const Columns<Code>& a, const IntPanels& 
         const Code *codes = a.codes + first * along, *lower = codes + 16 * (a.in_place ? row : INT_LD);
         const Unit* b = (const Unit*)x.data + p * x.panel + column * 4;
         for (int64_t k = 0; k < count; k += step) {
-            // Far enough for memory; a block is in the cache.
-            for (int r = 0; a.in_place && r < 32; r++) prefetch(codes + r * row + k + 8 * step);
+            // Far enough for memory; a block is in the cache. After the last columns come the first of the next rows.
+            int64_t ahead = k + 16 * step;
+            if (column + ahead >= w.k) ahead += INT_ROWS * row - w.k;
+            for (int r = 0; a.in_place && r < INT_ROWS; r++) prefetch<false>(codes + r * row + ahead);
             load_tile<4>(codes + k * along, row);
             load_tile<6>(b + k * 4, 64);
             multiply_bytes<0, 4, 6>();

@@ -121,11 +121,11 @@ static void multiply_floats(const Weight& w, const Input& all, const Output& out
     if (!w.n) return;
     int64_t variant = wanted == CHANNELS || !w.k ? TILE : wanted;
     if (variant == FIXED && !fits_fixed_dot(w, rows) && !takes_slices(w)) variant = rows <= DOT_MAX_ROWS ? DOT : TILE;
-    // Where scales cannot be in the tile, groups are multiplied one by one.
-    if (variant == AMX && all.type != BFLOAT16 && (w.values || !has_whole_groups(w))) variant = TILE;
     // What is behind the end of a row may stand for an infinity.
     if (variant == DOT && ((w.group != w.k && w.group % LANES) || (w.values && w.k % LANES))) variant = TILE;
 #if defined(__AMX_BF16__)
+    // Where scales cannot be in the tile, groups are multiplied one by one.
+    if (variant == AMX && all.type != BFLOAT16 && !takes_bfloat_slices(w, rows)) variant = TILE;
     constexpr int64_t OTHERWISE = AMX;
 #else
     constexpr int64_t OTHERWISE = TILE;
