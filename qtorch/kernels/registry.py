@@ -239,6 +239,8 @@ def candidates(problem: Problem) -> list[tuple[Kernel, str | None]]:
 
 def choose(problem: Problem) -> Kernel:
     """`lookup` of the best kernel that accepts the problem, with its errors; a fallback is not reported."""
+    if known := _chosen.get(problem):
+        return known
     accepted = [kernel for kernel, reason in candidates(problem) if reason is None]
     if not accepted:
         raise NotImplementedError(f"no kernel registered for the operation {problem.op!r}")
@@ -246,7 +248,7 @@ def choose(problem: Problem) -> Kernel:
     if len(best) > 1:
         names = " and ".join(k.name for k in best)
         raise RuntimeError(f"{names} both take {problem.op} on {problem.scheme.spec} with priority {best[0].priority}")
-    return best[0]
+    return _chosen.setdefault(problem, best[0])
 
 
 def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
@@ -258,9 +260,7 @@ def lookup(op: str, scheme: Scheme, dtype: torch.dtype, device: str) -> Kernel:
         NotImplementedError: the operation has no kernel at all.
     """
     problem = Problem(op, scheme, dtype, device)
-    kernel = _chosen.get(problem)
-    if kernel is None:
-        kernel = _chosen[problem] = choose(problem)
+    kernel = choose(problem)
     if kernel.falls_back and (config.strict or problem not in _reported):
         _report_fallback(problem, kernel)
     return kernel

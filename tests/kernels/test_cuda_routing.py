@@ -15,7 +15,7 @@ from qtorch import AffineQuantizedTensor, LinearSpec, PackedLayout, PerBlock, Pe
 from qtorch.kernels import LaunchConfig, autotune, features, record_kernels
 from qtorch.kernels.cuda import launch_config
 from qtorch.kernels.cuda.launch_config import SHIPPED, Table, find, forced, launch
-from qtorch.kernels.registry import Problem, candidates, choose
+from qtorch.kernels.registry import Problem, candidates, choose, forget_choices
 from qtorch.primitives import ZeroPointDomain
 from tests.fast_part import matrix_but
 
@@ -95,8 +95,10 @@ def without(monkeypatch):
     def hide(feature):
         there = features.cuda_lacks
         monkeypatch.setattr(features, "cuda_lacks", lambda name: f"no {name}" if name == feature else there(name))
+        forget_choices()
 
-    return hide
+    yield hide
+    forget_choices()
 
 
 def test_features_reasons_and_refusals(monkeypatch, without):
