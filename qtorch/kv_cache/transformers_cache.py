@@ -90,18 +90,17 @@ def make_cache(model: Any, spec: KVCacheSpec, max_length: int | None) -> Any:
     decoder = config.get_text_config(decoder=True)
     if max_length is None:
         cache: Any = QuantizedDynamicCache(decoder, spec)
-        of_encoder: Any = cache_utils.DynamicCache
     else:
         cache = QuantizedStaticCache(decoder, spec, max_length)
-        of_encoder = partial(cache_utils.StaticCache, config=decoder, max_cache_len=max_length)
-    return cache_utils.EncoderDecoderCache(cache, of_encoder()) if config.is_encoder_decoder else cache
+    # What the encoder gives is written once, and all of it is attended to: as long as it is.
+    return cache_utils.EncoderDecoderCache(cache, cache_utils.DynamicCache()) if config.is_encoder_decoder else cache
 
 
 def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **more: Any) -> list[Any]:
     """Layers as transformers makes them, those of some classes by a function of their arguments."""
     types, arguments = cache_utils.get_layer_types_and_kwargs(config)
-    makers = [quantized.get(mapping[kind], mapping[kind]) for kind in types]
-    layers = [make(**more, **given) for make, given in zip(makers, arguments, strict=True)]
+    makers = [quantized.get(mapping[kind], mapping[kind]) for kind in types if kind in mapping]
+    layers = [make(**more, **given) for make, given in zip(makers, arguments, strict=False)]
     if not any(isinstance(layer, _Quantized) for layer in layers):
         name, kinds = type(config).__name__, ", ".join(sorted(set(types)))
         raise ValueError(f"quantized_cache: {name} has layers {kinds}, none of which can be quantized")

@@ -1,6 +1,7 @@
 """Caches of transformers whose layers hold codes: generation of every kind, and the operations of the cache."""
 
 import copy
+import itertools
 import pickle
 import warnings
 
@@ -257,13 +258,14 @@ def test_encoder_decoder():
     lengths = {"max_source_positions": 32, "max_target_positions": 32}
     tokens = {"decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     whisper = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, **layers, **widths, **lengths, **tokens))
-    inputs = {"input_ids": torch.randint(1, 64, (2, 9))}, {"input_features": torch.randn(2, 16, 64)}
-    for model, ids in zip((t5, whisper), inputs, strict=True):
+    padded = {"input_ids": torch.randint(1, 64, (2, 9)), "attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4])}
+    inputs = padded, {"input_features": torch.randn(2, 16, 64)}
+    for (model, ids), length in itertools.product(zip((t5, whisper), inputs, strict=True), (None, 16)):
         model.eval().requires_grad_(False)
         decoder = torch.randint(1, 64, (2, 10))
         wanted = model(**ids, decoder_input_ids=decoder, use_cache=False).logits
         use_quantized_attention(model)
-        cache = quantized_cache(model, "int8")
+        cache = quantized_cache(model, "int8", max_length=length)
         with record_kernels() as ran:
             parts = [
                 model(**ids, decoder_input_ids=part, past_key_values=cache).logits
