@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
+from ..dtypes import QuantizedTensor
 from ..primitives.tracing import is_sharded
 
 T = TypeVar("T", bound=Tensor)
@@ -153,9 +154,17 @@ LISTENERS: list[Listener] = []
 
 
 def tell(model: nn.Module, recipes: Mapping[str, Any] | None = None) -> None:
-    """Call all listeners."""
+    """Call all listeners. Encoder layers of torch, whose fused kernel would read the weights past their modules and, in
+    compiled graphs, as floats, are told not to use it."""
+    for module in model.modules():
+        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) and _is_quantized(module):
+            vars(module).update(activation_relu_or_gelu=0, use_nested_tensor=False)
     for listener in LISTENERS:
         listener(model, recipes or {})
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(part, QuantizedTensor | PreparedModule) for part in (*model.parameters(), *model.modules()))
 
 
 def check_model(function: str, model: Any) -> None:

@@ -220,3 +220,16 @@ def test_bitnet_floats_and_stochastic_weights() -> None:
     wanted = int8().quantize(values, *int8().choose_qparams(values))
     assert torch.equal(model[0].weight.plain()[0], wanted)
     assert model[0].weight.scheme.weight.granularity == PerRow()
+
+
+@pytest.mark.parametrize("recipe", [lsq(4, 4), qat(make("int4_weight_only", 32)), qtorch.int8_weight_only()], ids=str)
+def test_encoder_layers_of_torch_do_not_pass_by_what_quantizes(recipe: Recipe) -> None:
+    """Their fused kernel, in evaluation without gradients, would read the weights itself."""
+    layer, x = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), torch.randn(2, 9, 64)
+    model, mask = nn.TransformerEncoder(layer, 2), torch.arange(9) >= torch.tensor([[9], [6]])
+    quantize_(model, {r".*linear\d": recipe, r".*": None})
+    model(x)
+    wanted = model.eval()(x, src_key_padding_mask=mask).detach()
+    with torch.no_grad():
+        for function in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            assert compute_error(wanted, function(x, src_key_padding_mask=mask)) > 100
