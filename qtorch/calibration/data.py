@@ -179,7 +179,7 @@ def read_texts(path: Path) -> list[str]:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    texts = [file.read_text(encoding="utf-8-sig", errors="replace") for file in files]
     if not any(text.strip() for text in texts):
         kinds = "" if path.is_file() else f"; a folder of texts has files that end in {', '.join(SUFFIXES)}"
         raise ValueError(f"{path}: there is no text{kinds}")

@@ -1,7 +1,6 @@
 """Subcommands that run a language model: eval, compare."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,8 @@ def _perplexity(model: Any, tokenizer: Any, text: str, length: int, limit: int |
         count += len(piece) - 1
     if not count:
         raise ValueError(f"the text has {len(ids)} tokens; perplexity needs two")
-    return {"perplexity": math.exp(total / count), "tokens": count, "length": length}
+    perplexity = float(torch.tensor(total / count, dtype=torch.float64, device="cpu").exp())  # infinite, not an error
+    return {"perplexity": perplexity, "tokens": count, "length": length}
 
 
 def _run_tasks(model: Any, tokenizer: Any, tasks: list[str], limit: int | None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shared.add_path(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--text", type=Path, metavar="FILE", help="a text file")
+    what.add_argument("--text", type=Path, metavar="FILE|FOLDER", help="a text file, or a folder")
     what.add_argument("--tasks", metavar="NAMES", help="tasks of lm-eval, separated by commas")
     shared.add_recipe(parser, required=False)
     add("--model", type=Path, metavar="FOLDER", help="with config.json and tokenizer; default the path")
@@ -90,7 +90,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _check_eval(arguments: argparse.Namespace) -> None:
     """Raise `UsageError` for what can be said without torch."""
-    if arguments.text is not None and not arguments.text.is_file():
+    if arguments.text is not None and not arguments.text.exists():
         raise UsageError(f"--text: {arguments.text}: no such file")
     if arguments.length < 2:
         raise UsageError(f"--length must be at least 2, got {arguments.length}")
@@ -106,15 +106,25 @@ def _folder(arguments: argparse.Namespace) -> Path:
     return folder or (path if path.is_dir() else path.parent)
 
 
+def _texts(arguments: argparse.Namespace) -> list[str]:
+    """What --text names."""
+    from ..calibration.data import read_texts
+
+    try:
+        return read_texts(arguments.text)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--text: {error}") from error
+
+
 def _eval(arguments: argparse.Namespace) -> None:
+    texts = _texts(arguments) if arguments.tasks is None else []
     model, tokenizer = _load(arguments)
     if arguments.tasks is not None:
         found = _run_tasks(model, tokenizer, arguments.tasks.split(","), arguments.limit)
         lines = [f"{task} {name} {value}" for task, values in found.items() for name, value in values.items()]
         show(arguments, found, "\n".join(lines))
         return
-    text = arguments.text.read_text(encoding="utf-8")
-    data: dict[str, Any] = _perplexity(model, tokenizer, text, arguments.length, arguments.limit)
+    data: dict[str, Any] = _perplexity(model, tokenizer, "\n\n".join(texts), arguments.length, arguments.limit)
     show(arguments, data, f"perplexity {data['perplexity']:.4f} over {data['tokens']} tokens")
 
 
@@ -149,12 +159,9 @@ def _check_compare(arguments: argparse.Namespace) -> None:
 
 def _compare(arguments: argparse.Namespace) -> None:
     from ..calibration import compare_models
-    from ..calibration.data import on_device, read_texts, token_batches
+    from ..calibration.data import on_device, token_batches
 
-    try:
-        texts = read_texts(arguments.text)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--text: {error}") from error
+    texts = _texts(arguments)
     floats = {"path": arguments.reference or arguments.path, "model": None, "recipe": None, "config": None}
     model, tokenizer = _load(arguments)
     reference, _ = _load(argparse.Namespace(**{**vars(arguments), **floats}))

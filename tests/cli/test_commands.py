@@ -207,6 +207,10 @@ def test_compare(llama: Path, tmp_path: Path, command: Command) -> None:
     command("compare", llama, "--recipe", "int8_weight_only", *arguments[:-1], "--save", tmp_path / "report")
     assert (tmp_path / "report" / "comparison.json").is_file()
     assert "--reference" in command("compare", llama, *arguments, status=2)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "text.txt").rename(tmp_path / "texts" / "one.txt")
+    folder = ("--text", tmp_path / "texts", *arguments[2:])
+    assert json.loads(command("compare", llama, "--recipe", "int8_weight_only", "--shares", *folder)) == by_recipe
 
 
 def test_lm_eval_is_named(llama: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,14 +269,18 @@ def test_bench(llama: Path, command: Command) -> None:
     (("eval", "SRC", "--model", "BARE", "--text", "TEXT"), 2, "has no tokenizer, no file such as tokenizer.json"),
     (("explain", "SRC"), 2, "no weight is quantized; give a --recipe"),
     (("eval", "SRC", "--text", "none"), 2, "none: no such file"),
+    (("eval", "LLAMA", "--text", "EMPTY"), 2, "there is no text; a folder of texts has files"),
 ], ids=lambda value: "-".join(map(str, value))[:40] if isinstance(value, tuple) else None)  # fmt: skip
-def test_errors(arguments: tuple[str, ...], status: int, error: str, tmp_path: Path, command: Command) -> None:
+def test_errors(
+    arguments: tuple[str, ...], status: int, error: str, tmp_path: Path, llama: Path, command: Command
+) -> None:
     source = save_shards(decoder().state_dict(), tmp_path / "float", 1)
     for name in ("empty", "bare"):
         (tmp_path / name).mkdir()
     for path in (tmp_path / "bare" / "config.json", tmp_path / "text.txt"):
         path.write_text("{}")
     places = {"SRC": source, "DST": tmp_path / "q", "GGUF": tmp_path / "q.gguf", "TEXT": tmp_path / "text.txt"}
+    places["LLAMA"] = llama
     places |= {name.upper(): tmp_path / name for name in ("empty", "bare")}
     said = command(*[places.get(argument, argument) for argument in arguments], status=status)
     assert error.replace("SRC", str(source)) in said
