@@ -129,7 +129,11 @@ class Strange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.einsum("bi,io->bo", x, self.kernel)
-        y = y @ self.both + nn.functional.linear(y, self.both) + y @ (self.scaled * 2)
+        y = (
+            torch.vmap(lambda row: torch.matmul(input=row, other=self.both))(y)
+            + nn.functional.linear(y, self.both)
+            + y @ (self.scaled * 2)
+        )
         return (y + self.table[0]) * self.layer_scale.flatten()
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
 from torch.nn import functional
 
-from ..dtypes.products import inlined
+from ..dtypes.products import by_position, inlined
 from ..kernels.conv import CONVOLUTIONS, input_rows, prepare_conv
 
 Key = tuple[int, "int | None"]
@@ -97,7 +98,7 @@ class UseRecorder(torch.overrides.TorchFunctionMode):
 
     def uses_in(self, func: Any, args: Any, kwargs: Any) -> Iterator[Use]:
         """The uses of weights in a call of a torch function."""
-        product = PRODUCTS.get(func)
+        product, (args, kwargs) = PRODUCTS.get(func), by_position(args, kwargs)
         for use in product(self.owner, *args, **kwargs) if product is not None else ():
             stored_so = id(use.weight) in self.transposed
             yield replace(use, transposed=not use.transposed) if stored_so else use
@@ -120,11 +121,20 @@ class UseRecorder(torch.overrides.TorchFunctionMode):
 
 def _key(tensor: Tensor) -> tuple[str, int]:
     """What a tensor shares with its views, or is alone in having where it has no memory."""
-    has_memory = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    has_none = tensor.is_meta or functorch.is_functorch_wrapped_tensor(tensor)
+    has_memory = type(tensor) in (Tensor, nn.Parameter) and not has_none
     return ("memory", tensor.untyped_storage().data_ptr()) if has_memory else ("object", id(tensor))
 
 
 Owner = Callable[[Any], "Tensor | None"]
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """`tensor` without the transforms of torch.func, which it must not outlive; axes that `vmap` hides come first."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        axis, tensor = functorch.maybe_get_bdim(tensor), functorch.get_unwrapped(tensor)
+        tensor = tensor.movedim(axis, 0) if axis > 0 else tensor
+    return tensor
 
 
 def _matrix_uses(weight: Tensor, view: Tensor, input: Tensor, batched: bool) -> Iterator[Use]:
@@ -135,7 +145,7 @@ def _matrix_uses(weight: Tensor, view: Tensor, input: Tensor, batched: bool) -> 
     matrices = enumerate(input) if batched else [(0, input)]
     for index, rows in matrices:
         expert = None if first is None else first + index
-        rows = rows.detach()
+        rows = _unwrapped(rows.detach())
         yield Use(weight, expert, input, lambda rows=rows: [rows.reshape(-1, rows.shape[-1])], transposed)  # type: ignore[misc]
 
 
@@ -145,7 +155,9 @@ def _linear(owner: Owner, input: Tensor, weight: Tensor, bias: Any = None) -> It
         yield from _matrix_uses(parameter, weight, input, False)
 
 
-def _matmul(owner: Owner, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
+def _matmul(owner: Owner, *operands: Tensor, **_: Any) -> Iterator[Use]:
+    """Also of `addmm` and `baddbmm`, which add the product to their first operand."""
+    a, b = operands[-2:]
     of_a, of_b = owner(a), owner(b)
     if of_b is not None and b.dim() >= 2:
         parameter, view, rows = of_b, b.transpose(-1, -2), a
@@ -155,10 +167,6 @@ def _matmul(owner: Owner, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
         return
     if view.dim() != 3 or rows.dim() == 3:
         yield from _matrix_uses(parameter, view, rows, view.dim() == 3)
-
-
-def _addmm(owner: Owner, bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Iterator[Use]:
-    yield from _matmul(owner, a, b)
 
 
 def _grouped_mm(owner: Owner, a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Iterator[Use]:
@@ -223,7 +231,7 @@ PRODUCTS: dict[Any, Callable[..., Iterator[Use]]] = {
     **dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul),
     Tensor.__matmul__: _matmul,
     torch.einsum: _einsum,
-    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _addmm),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _matmul),
     **dict.fromkeys(GROUPED, _grouped_mm),
 }
 """torch function -> (owner, *its arguments) -> the uses of weights in a call of it."""
@@ -278,8 +286,8 @@ class OutputGradients(UseRecorder):
             return output
         for weight in {id(use.weight): None for use in found}:
             self.uses[weight] = self.uses.get(weight, 0) + 1
-        squares = SQUARES.get(func, _of_matmul)
-        return self._watched(output, lambda grad: self._add(found, squares(self.owner, args, kwargs, found, grad)))
+        squares, given = SQUARES.get(func, _of_matmul), by_position(args, kwargs)
+        return self._watched(output, lambda grad: self._add(found, squares(self.owner, *given, found, grad)))
 
     def _embedding(self, func: Any, args: Any, kwargs: Any) -> Any:
         ids = args[0] if args else kwargs["input"]
@@ -323,8 +331,7 @@ def _over_all_but(grad: Tensor, axis: int) -> Tensor:
 
 def _of_matmul(owner: Any, args: Any, kwargs: Any, uses: Sequence[Use], grad: Tensor) -> Iterator[Tensor]:
     """Of `matmul` and `addmm`: each use is one matrix of a batch."""
-    right = args[-1] if args else kwargs.get("mat2", kwargs.get("other"))
-    axis = -1 if owner(right) is not None else -2
+    axis = -1 if owner(args[-1]) is not None else -2
     for index in range(len(uses)):
         yield _over_all_but(grad[index] if len(uses) > 1 else grad, axis)
 

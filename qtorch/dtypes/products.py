@@ -92,11 +92,13 @@ def grouped_mm(
 
 
 @implements_function(torch.addmm, torch.Tensor.addmm)
-def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+) -> Tensor:
     """beta * input + alpha * (mat1 @ mat2), mat2 quantized."""
     if isinstance(mat2, QuantizedTensor) and beta == 1 and alpha == 1 and input.dim() == 1:
-        return linear(mat1, contracted(mat2), input)
-    return beta * input + alpha * mm(mat1, mat2)
+        return _into(out, linear(mat1, contracted(mat2), input))
+    return _added(input, alpha * mm(mat1, mat2), beta, out)
 
 
 @implements_function(torch.baddbmm, torch.Tensor.baddbmm)
@@ -104,9 +106,12 @@ def baddbmm(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
 ) -> Tensor:
     """beta * input + alpha * bmm(batch1, batch2), one of the two quantized."""
-    y = alpha * bmm(batch1, batch2)
-    # With beta = 0, torch ignores NaN in `input`.
-    return _into(out, y if beta == 0 else beta * input + y)
+    return _added(input, alpha * bmm(batch1, batch2), beta, out)
+
+
+def _added(input: Tensor, product: Tensor, beta: float, out: Tensor | None) -> Tensor:
+    """beta * input + product; with beta = 0, torch ignores NaN in `input`."""
+    return _into(out, product if beta == 0 else beta * input + product)
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
@@ -118,6 +123,19 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
     if out.shape != result.shape:
         out.resize_(result.shape)
     return out.copy_(result)
+
+
+OPERANDS = (
+    *("input", "self", "mat_a", "mat1", "batch1", "mat", "vec1"),
+    *("other", "mat_b", "mat2", "batch2", "vec", "vec2", "tensor"),
+)
+"""Names that functions of torch have for what they multiply, those of the left operand first."""
+
+
+def by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of a torch function, operands by position: their names depend on the function."""
+    kwargs = {{"axis": "dim", "keepdims": "keepdim"}.get(name, name): value for name, value in kwargs.items()}
+    return (*args, *(kwargs.pop(name) for name in OPERANDS if name in kwargs)), kwargs
 
 
 def inlined(function: Any) -> FunctionType:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..dtypes import QuantizedTensor
+from ..dtypes.products import by_position
 from ..model.install import check_model
 from .weights.base import TrainingWeight
 
@@ -52,6 +53,7 @@ class batch_invariant(torch.overrides.TorchFunctionMode):
             return func(*args, **kwargs)
         if any(tensor.device.type != "cpu" for tensor in tensors):
             raise ValueError("batch_invariant: cumsum has no order of its own on other devices than the CPU")
+        args, kwargs = by_position(args, kwargs)
         return function(*args, **kwargs)
 
 

@@ -227,6 +227,22 @@ def test_outputs_are_nearer_than_without_data(bits: int) -> None:
     assert 0 < weighted < 0.95 * plain
 
 
+def test_products_by_keyword_and_inside_vmap() -> None:
+    class Other(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.vmap(self[0])(x).relu()
+            return torch.addmm(self[2].bias, mat2=self[2].weight.t(), mat1=y)
+
+    plain, other = model(), Other(*model())
+    for each in (plain, other):
+        qtorch.quantize_(each, qtorch.calibration.gptq(qtorch.int4_weight_only(group_size=16), [inputs(2)]))
+    assert torch.equal(plain[0].weight.qdata, other[0].weight.qdata)
+    assert torch.equal(plain[2].weight.qdata, other[2].weight.qdata)
+    nearest = model()
+    qtorch.quantize_(nearest, qtorch.int4_weight_only(group_size=16))
+    assert not torch.equal(plain[0].weight.qdata, nearest[0].weight.qdata)
+
+
 def test_one_pass_and_errors() -> None:
     reads = []
 

@@ -72,6 +72,7 @@ def test_every_product_in_both_orders(name: str) -> None:
         lambda w: torch.randn(2, 5, 3, 64, generator=torch.Generator().manual_seed(0)) @ w.t(),
         lambda w: w.mm(x.t()), lambda w: w @ torch.ones(2, 64, 3), lambda w: torch.addmm(bias, x, w.t()),
         lambda w: torch.addmm(torch.ones(3, 32), x, w.t(), beta=0.5, alpha=2), lambda w: bias.addmm(x, w.t()),
+        lambda w: torch.addmm(bias * torch.nan, x, w.t(), beta=0, out=torch.empty(3, 32)),
         einsum, lambda w: functional.linear(input=x, weight=w, bias=bias),
     ]:  # fmt: skip
         with record_kernels() as ran:

@@ -90,10 +90,10 @@ def check_over_1000_tokens(recipe: str, implementation: str) -> None:
 def test_functions_are_those_of_torch_and_do_not_depend_on_the_batch() -> None:
     x, w = torch.randn(5, 7, 33), torch.randn(9, 33)
     functions = {
-        "sum": lambda x: x.sum(-1, keepdim=True), "mean": lambda x: x.mean(-1, True),
+        "sum": lambda x: x.sum(-1, keepdim=True), "mean": lambda x: torch.mean(input=x, axis=-1, keepdims=True),
         "softmax": lambda x: functional.softmax(x, -1), "log_softmax": lambda x: torch.log_softmax(x, dim=-1),
         "logsumexp": lambda x: x.logsumexp(-1, keepdim=True), "linear": lambda x: functional.linear(x, w, w[:, 0]),
-        "matmul": lambda x: x @ w.t(), "rms_norm": lambda x: functional.rms_norm(x, (33,), w[0]),
+        "matmul": lambda x: torch.matmul(input=x, other=w.T), "rms_norm": lambda x: functional.rms_norm(x, (33,), w[0]),
         "layer_norm": lambda x: functional.layer_norm(x, (33,), w[0], w[1]), "silu": functional.silu,
         "sigmoid": torch.sigmoid, "gelu": functional.gelu,
         "gelu of tanh": lambda x: functional.gelu(x, approximate="tanh"),

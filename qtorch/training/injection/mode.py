@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ...dtypes.dispatch import autocasts, without_autocast
+from ...dtypes.products import by_position
 from ...primitives.tracing import outside_graphs, plain_name
 from .contractions import FUNCTIONS, INLINED, Call, Declined
 
@@ -109,7 +110,7 @@ class InjectionMode(torch.overrides.TorchFunctionMode):
             with self:
                 return INLINED[func](*args, **kwargs)
         run = FUNCTIONS.get(func)
-        y = None if run is None else self._run(run, args, kwargs)
+        y = None if run is None else self._run(run, *by_position(args, kwargs))
         return func(*args, **kwargs) if y is None else y
 
     def _run(self, run: Callable[..., Tensor | None], args: Any, kwargs: Any) -> Tensor | None:
