@@ -240,6 +240,19 @@ def test_inductor(name: str) -> None:
 
 
 @every_recipe
+def test_floats_that_are_not_in_the_order_of_rows(name: str) -> None:
+    """Codes are, whatever the order of the floats in memory, so that kernels read them and files give them back."""
+    layer = nn.Linear(256, 64)
+    other = copy.deepcopy(layer)
+    other.weight = nn.Parameter(other.weight.detach().t().contiguous().t())
+    for each in (layer, other):
+        quantize_(each, make(name))
+    for part in layer.weight.__tensor_flatten__()[0]:
+        assert torch.equal(getattr(layer.weight, part), getattr(other.weight, part))
+        assert getattr(layer.weight, part).stride() == getattr(other.weight, part).stride()
+
+
+@every_recipe
 def test_zero_row_stays_zero(name: str) -> None:
     weight = torch.randn(4, 128)
     weight[2] = 0

@@ -88,7 +88,7 @@ class AffineQuantizedTensor(QuantizedTensor):
                 stored, zero_point = weight.choose_stored_qparams(input)
                 codes = weight.quantize(input, *weight.dense_qparams(stored, zero_point))
             others = {"zero_point": zero_point, "act_scale": act_scale, "act_zero_point": act_zero_point}
-            return cls._from_codes(codes, {**stored, **others}, linear, input.dtype)
+            return cls._from_codes(codes.contiguous(), {**stored, **others}, linear, input.dtype)
 
     @classmethod
     def from_plain(

@@ -29,7 +29,7 @@ from ..primitives.layouts import Layout, PlainLayout
 from ..primitives.layouts.base import LAYOUTS, Forms, Plain, check_inner_tensors, check_plain_tensors, check_scheme
 from . import gathering, views
 from .copying import Copied, forms_of, rebuild
-from .dispatch import ATEN, FUNCTIONS, calling_frame, calling_package, run, run_below
+from .dispatch import ATEN, FUNCTIONS, LEFT_OUT, calling_frame, calling_package, run, run_below
 
 __all__ = ["QuantizedTensor", "rebuild"]
 
@@ -264,7 +264,7 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
     @classmethod
     def from_canonical(cls: type[Q], codes: Tensor, others: dict[str, Tensor], scheme: Scheme) -> Q:
         """Inverse of `canonical`."""
-        return cls._from_codes(codes, others, scheme.spec, scheme.dtype)
+        return cls._from_codes(codes.contiguous(), others, scheme.spec, scheme.dtype)
 
     def to_layout(self: Q, layout: Layout) -> Q:
         """The same numbers in another layout."""
@@ -356,9 +356,8 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
         result = func.decompose(*args, **(kwargs or {}))
         if result is NotImplemented:
             raise NotImplementedError(
-                f"{func} is not implemented for {cls.__name__}; call .dequantize() first if you want a float tensor. A "
-                'layer whose weight a model uses so stays in floating point by {"its name": None, ".*": recipe}'
-                + HINTS.get(calling_package(), "")
+                f"{func} is not implemented for {cls.__name__}; call .dequantize() first if you want a float tensor; "
+                f"{LEFT_OUT}{HINTS.get(calling_package(), '')}"
             )
         return result
 

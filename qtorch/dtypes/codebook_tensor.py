@@ -80,7 +80,7 @@ class LUTQuantizedTensor(QuantizedTensor):
             scale = double_quant.dequantize_scale(stored, weight.scale_spec)
             table = weight.choose_table(input, scale, importance)
             codes = weight.quantize(input, scale, table)
-            return cls._from_codes(codes, {**stored, "table": table}, linear, input.dtype)
+            return cls._from_codes(codes.contiguous(), {**stored, "table": table}, linear, input.dtype)
 
     @classmethod
     def from_plain(

@@ -24,6 +24,9 @@ TRACED_VIEWS: dict[Any, Callable[..., Any]] = {}
 OTHER_VIEWS = {Tensor.movedim, Tensor.permute, Tensor.flatten, torch.movedim, torch.permute, torch.flatten}
 """Views that weights in training have beside those."""
 
+LEFT_OUT = 'a layer whose weight a model uses so stays in floating point by {"its name": None, ".*": recipe}'
+"""What to do about an operation that quantized weights do not have."""
+
 
 def _decorator(table: dict[Any, Callable[..., Any]]) -> Callable[..., Callable[[F], F]]:
     """A decorator that enters a function into a table, under all keys that it is given."""

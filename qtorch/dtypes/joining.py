@@ -156,7 +156,7 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     for other in tensors:
         if type(other) is not type(first) or other.scheme.spec != first.scheme.spec:
             what = repr(other) if isinstance(other, QuantizedTensor) else f"a tensor of {other.dtype}"
-            raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {what}")
+            raise ValueError(f"cat joins tensors quantized alike, got {first!r} and {what}; {dispatch.LEFT_OUT}")
         if other.scheme.dtype != first.scheme.dtype:
             raise ValueError(f"cat joins tensors of one dtype, got {first.scheme.dtype} and {other.scheme.dtype}")
     of_activation = [name for name in _ACTIVATION if getattr(first, name, None) is not None]

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ..primitives import Granularity, Scheme, granularity, is_compiling
 from ..primitives.layouts import layout_for
-from .dispatch import implements_aten, implements_traced_view
+from .dispatch import LEFT_OUT, implements_aten, implements_traced_view
 
 aten = torch.ops.aten
 
@@ -358,7 +358,9 @@ def _index_select(tensor: Any, dim: int, index: Tensor) -> Any:
 def _index(tensor: Any, indices: Sequence[Tensor | None]) -> Any:
     given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
     if len(given) != 1 or given[0][1].dim() != 1:
-        raise NotImplementedError("indexing a quantized tensor takes one 1-d index tensor; dequantize() it first")
+        raise NotImplementedError(
+            f"indexing a quantized tensor takes one 1-d index tensor; dequantize() it; {LEFT_OUT}"
+        )
     axis, index = given[0]
     # Indexing the positions resolves masks and negative indices, and checks them.
     return tensor.taken(axis, torch.arange(tensor.scheme.shape[axis], device=tensor.device)[index])

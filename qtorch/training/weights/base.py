@@ -131,7 +131,7 @@ def of_codes(
     rows = spec.weight.scale_shape(codes.shape)[0]
     scale = scale_per_row(scale, rows).contiguous()
     zero_point = None if zero_point is None else scale_per_row(zero_point, rows).contiguous()
-    return AffineQuantizedTensor.from_plain(codes, scale, zero_point, spec, dtype, **activation)
+    return AffineQuantizedTensor.from_plain(codes.contiguous(), scale, zero_point, spec, dtype, **activation)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
