@@ -61,6 +61,7 @@ def quantize_scale(scale: Tensor, spec: Numerics | None) -> dict[str, Tensor]:
     mean = None
     if _has_mean(spec):
         mean = flat.mean() if flat.numel() else flat.new_zeros(())
+        mean = torch.where(mean.isfinite(), mean, (flat / 2.0**64).mean() * 2.0**64)  # a sum beyond fp32
         flat = flat - mean
     groups = in_groups(flat, spec)
     by_group = spec.with_granularity(PerRow())

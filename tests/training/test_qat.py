@@ -170,6 +170,9 @@ def test_parts_of_a_weight_and_what_has_no_gradient() -> None:
     wanted = layer(x)[:, 32:64]
     assert torch.equal(nn.functional.linear(x, layer.weight[32:64]), wanted)
     assert torch.equal(x @ layer.weight.chunk(3)[1].t(), wanted)
+    rows = torch.baddbmm(torch.zeros(1), batch1=x.expand(2, 5, 64), batch2=layer.weight.view(2, 48, 64).mT)
+    assert torch.equal(torch.cat([*rows], 1), layer(x))
+    assert torch.equal(x @ layer.weight.t().unsqueeze(0), layer(x)[None])
     for part in (layer.weight[:, :32], layer.weight.view(48, 128)):
         with pytest.raises(ValueError, match="a product with a part of a weight that converts to int4 PerGroup"):
             nn.functional.linear(torch.randn(5, part.shape[1]), part)
@@ -251,3 +254,5 @@ def test_errors_leave_the_model() -> None:
         torch.einsum("mk,ekn->mn", x, model.up)
     with pytest.raises(NotImplementedError, match=r"aten\.mm\.default with a weight in training would run in full"):
         torch.ops.aten.mm(x, model.up[0])
+    with pytest.raises(NotImplementedError, match=r"aten\.addmv\.default with a weight in training would run in full"):
+        torch.addmv(torch.zeros(()), model.up[0], x[0])

@@ -42,8 +42,8 @@ SPEC = QuantSpec(
 
 def top_directions(gram: Tensor, rank: int) -> Tensor:
     """(rank, n): the eigenvectors of G^T G with the largest eigenvalues, the largest first."""
-    _, vectors = torch.linalg.eigh(gram)
-    return vectors[:, -rank:].flip(1).T.contiguous()
+    _, vectors = torch.linalg.eigh(gram.double())  # fp32 fails, or gives NaN, where many eigenvalues are zero
+    return vectors[:, -rank:].flip(1).T.to(gram.dtype).contiguous()
 
 
 def stored(basis: Tensor) -> BlockedTensor:

@@ -259,8 +259,11 @@ def _of_view(spec: QATSpec, func: Any, args: Any, weight: Tensor) -> QATSpec:
         return spec if whole else part
     order = _order(func, args, ndim)
     if order is None:
-        shape = args[1] if func is aten.as_strided.default else func(weight, *args[1:]).shape
-        return spec if tuple(shape) == tuple(weight.shape) else part
+        strided = func is aten.as_strided.default
+        shape = tuple(args[1] if strided else func(weight, *args[1:]).shape)
+        kept = 2 if spec.transposed else 1  # axes that a row lies in
+        keeps_rows = spec.rows_are_independent and not strided and shape[-kept:] == weight.shape[-kept:]
+        return spec if keeps_rows or shape == tuple(weight.shape) else part
     if order[-2:] == [ndim - 2, ndim - 1]:
         return spec
     return replace(spec, transposed=not spec.transposed) if order[-2:] == [ndim - 1, ndim - 2] else part

@@ -37,10 +37,9 @@ KEEPS_TYPE |= {aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.squee
 KEEPS_TYPE |= {aten.transpose.int, aten.unbind.int}
 """Operators whose result is a weight in training. `zeros_like`, which makes the state of an optimizer, is not here."""
 
-PRODUCTS = {
-    getattr(aten, name).default
-    for name in ("addmm", "baddbmm", "bmm", "convolution", "embedding", "linear", "matmul", "mm", "mv")
-}
+_PRODUCTS = "addbmm addmm addmv baddbmm bmm convolution dot embedding linear matmul mm mv vdot _grouped_mm _trilinear"
+_FUSED = "_native_multi_head_attention _transformer_encoder_layer_fwd"
+PRODUCTS = {getattr(aten, name).default for name in f"{_PRODUCTS} {_FUSED}".split()}
 
 _ARRANGE = "stack cat index index_select flip roll repeat constant_pad_nd tril triu"
 ARRANGED = [getattr(aten, name) for name in _ARRANGE.split()]

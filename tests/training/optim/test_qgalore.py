@@ -23,6 +23,10 @@ def test_directions_and_updates() -> None:
     found = top_directions(grad.T @ grad, 5)
     expected = torch.linalg.svd(grad).Vh[:5]
     assert torch.allclose((found * expected).sum(1).abs(), torch.ones(5), atol=1e-4)
+    for _ in range(30):  # units that are dead, whose directions fp32 does not find
+        some = torch.randn(256, 128) * (torch.rand(128) < 0.2)
+        dead = top_directions(some.T @ some, 32)
+        torch.testing.assert_close(dead @ dead.T, torch.eye(32), rtol=0, atol=1e-5)
     exact = basis(8, 100)
     held = stored(exact)
     raw, found = held.dequantize(), orthonormal(held)
