@@ -13,7 +13,7 @@ from . import wrappers  # noqa: F401 (its hooks)
 from .import_watch import after_import
 
 __all__ = [
-    *("accelerate", "bitsandbytes", "diffusers", "export", "fusion", "lightning", "peft", "qat_schemes"),
+    *("accelerate", "bitsandbytes", "diffusers", "export", "fusion", "lightning", "peft"),
     *("serving_engines", "tensor_parallel", "torchao", "torchtitan", "transformers", "wrappers"),
 ]
 """Modules; all but the last are imported by their first use, as ``qtorch.integrations.peft``."""

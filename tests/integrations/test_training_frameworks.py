@@ -1,4 +1,4 @@
-"""Lightning and TorchTitan train a quantized model, by their own code and on two processes; schemes of QAT by name."""
+"""Lightning and TorchTitan train a quantized model, by their own code and on two processes."""
 
 import os
 import subprocess
@@ -7,33 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-
-from qtorch import int4_weight_only, quantize_
-from qtorch.integrations.qat_schemes import SCHEMES, qat_scheme
-from qtorch.training import convert, qat
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_a_scheme_trains_for_its_recipe(name: str) -> None:
-    model, x = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128)), torch.randn(4, 128)
-    quantize_(model, qat_scheme(name.upper().replace("FP8", "float8")))
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    model(x).square().mean().backward()
-    optimizer.step()
-    trained = model(x).detach()
-    quantize_(model, convert())
-    assert str(model[0].weight.scheme.spec.weight) == str(SCHEMES[name]().linear_spec().weight)
-    torch.testing.assert_close(model(x), trained, rtol=1e-5, atol=1e-5)
-
-
-def test_an_unknown_scheme_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'int3' is not known, want one of int4, int8-int4"):
-        qat_scheme("int3")
-    with pytest.raises(ValueError, match=r"'fp8-fp8' has no groups of 32: leave out group_size"):
-        qat_scheme("float8_e4m3fn-float8", group_size=32)
-    assert qat_scheme("int4", group_size=32) == qat(int4_weight_only(group_size=32))
-
 
 LIGHTNING = """
 import sys, torch
