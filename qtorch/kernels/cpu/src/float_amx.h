@@ -2,9 +2,10 @@
 //
 //     y[m, n] = sum_g scale[n, g] * (sum_{k in g} c[n, k] * x[m, k]) + sum_g offset[n, g] * (sum_{k in g} x[m, k])
 //
-// Codes are exact in bf16, and so are most numbers that they stand for; x, and all other numbers, are the exact sum of slices
-// that are: three for fp32, two for fp16 x. Each slice is multiplied in turn, but small ones of both. A tile of the weight, 16 rows of 32 codes, is the left operand. Tiles of the weight, of x and of c lie one
-// behind the other, so that each is read and written in one piece.
+// Codes are exact in bf16, and so are most numbers that they stand for. x, and other numbers, are the exact sum of slices that
+// are: three for fp32, two for fp16. Slices are multiplied in turn, but for those whose products fp32 would not hold. A tile of
+// the weight, 16 rows of 32 codes, is the left operand. Tiles of the weight, of x and of c lie one behind the other, so that each
+// is read and written in one piece.
 //
 // For bf16 x the weight is dequantized to bf16 instead, as `dequantize` would, and sums run over all groups.
 #pragma once
@@ -32,13 +33,12 @@ inline bool are_bfloat(const Weight& w, const float* scales, int64_t count) {
     return exact;
 }
 
-// What all scales of a weight are multiples of, if these times the numbers of its codes are bf16; or null. So it is in NVFP4.
+// What all scales of a weight are multiples of, as in NVFP4, if the multiples times the numbers of codes are bf16; or null.
 inline const float* common_scale(const Weight& w) {
     if (!w.values || !w.scale_values || w.scale_mean || !w.n) return nullptr;
     int64_t count = w.scale_stride * (w.n - 1) + w.groups;
     int64_t first = w.first_scale / w.scale_group, last = (w.first_scale + count - 1) / w.scale_group;
-    // Scales are not below the least normal number; multiples that are no scale of float8 are not below 2^-9.
-    bool normal = w.scale_scale[first] >= 0x1p-100f;
+    bool normal = w.scale_scale[first] >= 0x1p-100f;  // and so are its multiples: that of the least float8 is 2^-9
     return first == last && normal && are_bfloat(w, w.scale_values, 256) ? w.scale_scale + first : nullptr;
 }
 
@@ -241,11 +241,10 @@ struct AmxBlock {
     int8_t* decoded;        // AMX_COLUMNS codes of a row
     float* numbers;         // the same, dequantized
     uint16_t* tiles;        // [slice][row / 16][k / 32][row % 16][32]
-    Slices slices;
+    Slices slices;          // of the weight
     float *scale, *offset;  // (rows, groups)
-    // Where scales are in the tiles, what products are multiplied with; or null, and groups are scaled one by one.
-    const float* factor;
-    float* ones;  // (groups)
+    const float* factor;    // of all products, whose other scales are in the tiles; or null, and groups are scaled one by one
+    float* ones;            // (groups)
     float* c;               // sums, [panel][row][16]
     alignas(64) float products[4 * FLOAT_TILE], integers[16];  // the latter by the lowest bits of a code
 
@@ -261,8 +260,8 @@ struct AmxBlock {
 
     // How many columns of a row are decoded alike: a run of packed 4-bit codes that are looked up where they are, or all.
     int64_t run() const {
-        bool packed = (x.is_bfloat() || w.values) && slices.count == 1 && w.bits == 4 && w.values_count <= 16 && looks_up_groups() && w.k % (8 * AMX_STEP) == 0;
-        return packed ? w.k / 8 : w.k;
+        bool looked_up = (x.is_bfloat() || w.values) && slices.count == 1 && w.values_count <= 16 && looks_up_groups();
+        return looked_up && w.bits == 4 && w.k % (8 * AMX_STEP) == 0 ? w.k / 8 : w.k;
     }
 
     // Codes of row `start + r`, from `edge` on, to bf16 numbers. Up to 6 bits those of a group are a table in one register, or two,
@@ -461,10 +460,12 @@ inline void multiply_amx(const Weight& all, const Input& x, const Output& y, int
     const int64_t rows = shares.most();
     parallel(shares.count, threads, [&](Tasks& tasks) {
         static thread_local Scratch code_scratch, number_scratch, tile_scratch, scale_scratch, sum_scratch;
-        float *scale = scale_scratch.get<float>((2 * rows + 1) * w.groups), *ones = scale + 2 * rows * w.groups;
+        const int64_t tiles = rows * AMX_COLUMNS, factors = rows * w.groups;
+        float *scale = scale_scratch.get<float>(2 * factors + w.groups), *ones = scale + 2 * factors;
         for (int64_t g = 0; g < w.groups; g++) ones[g] = 1;
         AmxBlock block{w, panels, rows, code_scratch.get<int8_t>(AMX_COLUMNS), number_scratch.get<float>(AMX_COLUMNS),
-                       tile_scratch.get<uint16_t>(parts * rows * AMX_COLUMNS), {parts, rows * AMX_COLUMNS}, scale, scale + rows * w.groups, factor, ones, sum_scratch.get<float>(rows * m16)};
+                       tile_scratch.get<uint16_t>(parts * tiles), {parts, tiles}, scale, scale + factors, factor, ones,
+                       sum_scratch.get<float>(rows * m16)};
         TileConfig config(64);
         for (int64_t task; (task = tasks.next()) >= 0;) {
             int64_t start = shares.start(task), count = shares.start(task + 1) - start;
