@@ -149,11 +149,11 @@ def of_user() -> Tables:
 @functools.cache
 def of_values(instruction_set: str) -> Table:
     """Of weights whose codes are no integers, on every machine; nothing else is copied. Tiles multiply in fp32, which
-    is slower than `F.linear` where the processor has products of bf16, and slower still than matrix tiles."""
-    many = "float" if features.cpu_has("bf16") else "tile"
-    float32, bfloat16 = ("amx", (4, "amx")) if instruction_set == "amx" else ("tile", (8, many))
+    is slower than `F.linear` of bf16 where the processor has such products, and slower still than matrix tiles."""
+    tile = "amx" if instruction_set == "amx" else "tile"
+    many = "float" if tile == "tile" and features.cpu_has("bf16") else tile
     table: Table = {}
-    for dtype, few, last in (("float32", 8, float32), ("bfloat16", *bfloat16), ("float16", 8, many)):
+    for dtype, few, last in (("float32", 8, tile), ("bfloat16", 4 if tile == "amx" else 8, many), ("float16", 8, tile)):
         table[f"values {dtype}"] = [(few, "dot"), (None, last)]
         table[f"units {dtype}"] = [(2, "fixed"), *table[f"values {dtype}"]]  # integers times a unit
         table[f"vectors {dtype}"] = [(2 if dtype == "float32" else 4, "fixed"), *table[f"values {dtype}"]]
