@@ -294,7 +294,9 @@ def supports(problem: Problem) -> str | None:
 def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     n, form = quantized.scheme.shape[0], weight.form(quantized.scheme)
     added, bias = split_bias(bias, x, n)
-    if quantized.scale_scale is not None and not is_compiling():
+    of_scales = quantized.scheme.weight.scale_spec
+    in_graph = of_scales and (torch.compiler.is_exporting() or not of_scales.dtype.is_floating_point) and is_compiling()
+    if of_scales and not in_graph:
         y = _with_quantized_scales(to_rows(x), quantized, quantized.zero_point, None, added)
     else:
         scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
@@ -340,7 +342,7 @@ def _lut_linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
 
 
 # Scales that are quantized themselves are read as codes. Compiled graphs make numbers of those of integers, whose
-# kernel they call without Python.
+# kernel they call without Python; not of float8, as in NVFP4, which takes longer than the product, but when exported.
 
 
 @opaque(lambda x, codes, n, *_: x.new_empty(x.shape[0], n))

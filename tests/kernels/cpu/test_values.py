@@ -254,9 +254,11 @@ def test_scales_of_scales_that_change(name: str) -> None:
 
 
 @NEEDS_LIBRARY
-def test_a_compiled_graph_reads_scales_of_tables_as_codes() -> None:
-    """Their numbers would be new tensors on each call, whose struct is made anew."""
-    weight, x = weights("NF4, twice quantized")[-1], torch.randn(3, 1024)
+@pytest.mark.parametrize("name", ["NF4, twice quantized", "NVFP4"])
+def test_a_compiled_graph_reads_scales_as_codes(name: str) -> None:
+    """Those of tables and of float8: their numbers would be new tensors on each call, whose struct is made anew."""
+    weight = weights(name)[-1]
+    x = torch.randn(3, weight.shape[1])
     compiled = torch.compile(lambda x: functional.linear(x, weight), fullgraph=True)
     compiled(x)
     with record_kernels() as ran:
