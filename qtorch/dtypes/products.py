@@ -125,7 +125,8 @@ def _into(out: Tensor | None, result: Tensor) -> Tensor:
     return out.copy_(result)
 
 
-OPERANDS = "input self mat_a mat1 batch1 mat vec1 other mat_b mat2 batch2 vec vec2 tensor".split()
+_LEFT = "input self mat_a mat1 batch1 mat vec1"
+OPERANDS = f"{_LEFT} other mat_b mat2 batch2 vec vec2 tensor".split()
 """Names that functions of torch have for what they multiply, those of the left operand first."""
 
 
