@@ -88,10 +88,8 @@ def make_cache(model: Any, spec: KVCacheSpec, max_length: int | None) -> Any:
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"quantized_cache takes a model of transformers or its config, got {type(model).__name__}")
     decoder = config.get_text_config(decoder=True)
-    if max_length is None:
-        cache: Any = QuantizedDynamicCache(decoder, spec)
-    else:
-        cache = QuantizedStaticCache(decoder, spec, max_length)
+    make: Any = QuantizedDynamicCache if max_length is None else partial(QuantizedStaticCache, max_length=max_length)
+    cache = make(decoder, spec)
     # What the encoder gives is written once, and all of it is attended to: as long as it is.
     return cache_utils.EncoderDecoderCache(cache, cache_utils.DynamicCache()) if config.is_encoder_decoder else cache
 
@@ -99,9 +97,9 @@ def make_cache(model: Any, spec: KVCacheSpec, max_length: int | None) -> Any:
 def _layers(config: Any, mapping: dict[str, Any], quantized: dict[type, Any], **more: Any) -> list[Any]:
     """Layers as transformers makes them, those of some classes by a function of their arguments."""
     types, arguments = cache_utils.get_layer_types_and_kwargs(config)
-    makers = [quantized.get(mapping[kind], mapping[kind]) for kind in types if kind in mapping]
-    layers = [make(**more, **given) for make, given in zip(makers, arguments, strict=False)]
-    if not any(isinstance(layer, _Quantized) for layer in layers):
+    makers = [quantized.get(kind, kind) for kind in map(mapping.get, types)]  # type: ignore[arg-type]
+    layers = [make(**more, **given) for make, given in zip(makers, arguments, strict=True) if make is not None]
+    if None in makers or not any(isinstance(layer, _Quantized) for layer in layers):
         name, kinds = type(config).__name__, ", ".join(sorted(set(types)))
         raise ValueError(f"quantized_cache: {name} has layers {kinds}, none of which can be quantized")
     return layers

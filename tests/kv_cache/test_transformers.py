@@ -305,6 +305,11 @@ def test_what_is_refused_and_said_once(monkeypatch):
             quantized_cache(sliding, spec, max_length)
     with pytest.raises(ValueError, match="static cache quantizes each token"):
         quantized_cache(hf.LlamaConfig(**TEXT), KVCacheSpec(keys="channel"), max_length=8)
+    mixed = hf.Qwen2Config(**TEXT, **SLIDING, use_sliding_window=True)
+    assert len(quantized_cache(mixed, max_length=9).layers) == 2
+    with monkeypatch.context() as patch:  # a layer of which this transformers has no cache of fixed size
+        patch.delitem(hf.cache_utils.STATIC_LAYER_TYPE_MAPPING, "sliding_attention")
+        refuses("has layers full_attention, sliding_attention", lambda: quantized_cache(mixed, max_length=9))
     assert quantized_cache(hf.MistralConfig(**TEXT, sliding_window=None)).get_seq_length() == 0
     monkeypatch.setattr(store, "_said", set())
     model, ids = build("llama", quantized=False), torch.randint(1, 64, (2, 12))
