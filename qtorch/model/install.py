@@ -150,21 +150,22 @@ class QuantizationState(nn.Module):
 Listener = Callable[[nn.Module, Mapping[str, Any]], None]
 """(model, recipe by name of parameter); the mapping is empty after `load_quantized` and `dequantize_`."""
 
-LISTENERS: list[Listener] = []
+
+def _avoid_fused_encoders(model: nn.Module, _recipes: Mapping[str, Any]) -> None:
+    """Keep encoder layers of torch that are quantized from their fused kernel, which reads the weights itself."""
+    for encoder in (m for m in model.modules() if isinstance(m, nn.TransformerEncoder | nn.TransformerEncoderLayer)):
+        parts = (*encoder.parameters(), *encoder.modules())
+        if any(isinstance(part, QuantizedTensor | PreparedModule) for part in parts):
+            vars(encoder).update(activation_relu_or_gelu=0, use_nested_tensor=False)
+
+
+LISTENERS: list[Listener] = [_avoid_fused_encoders]
 
 
 def tell(model: nn.Module, recipes: Mapping[str, Any] | None = None) -> None:
-    """Call all listeners. Encoder layers of torch, whose fused kernel would read the weights past their modules and, in
-    compiled graphs, as floats, are told not to use it."""
-    for module in model.modules():
-        if isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) and _is_quantized(module):
-            vars(module).update(activation_relu_or_gelu=0, use_nested_tensor=False)
+    """Call all listeners."""
     for listener in LISTENERS:
         listener(model, recipes or {})
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    return any(isinstance(part, QuantizedTensor | PreparedModule) for part in (*model.parameters(), *model.modules()))
 
 
 def check_model(function: str, model: Any) -> None:
