@@ -98,8 +98,10 @@ class UseRecorder(torch.overrides.TorchFunctionMode):
 
     def uses_in(self, func: Any, args: Any, kwargs: Any) -> Iterator[Use]:
         """The uses of weights in a call of a torch function."""
-        product, (args, kwargs) = PRODUCTS.get(func), by_position(args, kwargs)
-        for use in product(self.owner, *args, **kwargs) if product is not None else ():
+        if (product := PRODUCTS.get(func)) is None:
+            return
+        args, kwargs = by_position(args, kwargs)
+        for use in product(self.owner, *args, **kwargs):
             stored_so = id(use.weight) in self.transposed
             yield replace(use, transposed=not use.transposed) if stored_so else use
 
@@ -121,8 +123,8 @@ class UseRecorder(torch.overrides.TorchFunctionMode):
 
 def _key(tensor: Tensor) -> tuple[str, int]:
     """What a tensor shares with its views, or is alone in having where it has no memory."""
-    has_none = tensor.is_meta or functorch.is_functorch_wrapped_tensor(tensor)
-    has_memory = type(tensor) in (Tensor, nn.Parameter) and not has_none
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and not functorch.is_functorch_wrapped_tensor(tensor)
+    has_memory = is_plain and not tensor.is_meta
     return ("memory", tensor.untyped_storage().data_ptr()) if has_memory else ("object", id(tensor))
 
 

@@ -295,8 +295,7 @@ def _linear(x: Tensor, quantized: Any, bias: Tensor | None) -> Tensor:
     n, form = quantized.scheme.shape[0], weight.form(quantized.scheme)
     added, bias = split_bias(bias, x, n)
     of_scales = quantized.scheme.weight.scale_spec
-    in_graph = of_scales and (torch.compiler.is_exporting() or not of_scales.dtype.is_floating_point) and is_compiling()
-    if of_scales and not in_graph:
+    if of_scales and not (is_compiling() and (torch.compiler.is_exporting() or not of_scales.dtype.is_floating_point)):
         y = _with_quantized_scales(to_rows(x), quantized, quantized.zero_point, None, added)
     else:
         scale, zero_point = quantized.dense_scale(), quantized.dense_zero_point()
