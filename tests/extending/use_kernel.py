@@ -100,8 +100,11 @@ def test_the_fallback_serves_what_it_refuses(monkeypatch: pytest.MonkeyPatch) ->
     assert "one scale for each output channel" in reason(spec.with_granularity(qtorch.PerGroup(32)))
     assert "one scale for each output channel" in reason(spec.with_granularity(qtorch.PerTensor()))
     assert "fp32, fp16 or bf16" in reason(spec, torch.float64)
-    monkeypatch.setattr(my_kernel, "cuda_lacks", lambda feature: f"needs {feature}")
-    assert reason(spec) == "needs triton"
+    with monkeypatch.context() as patch:
+        patch.setattr(my_kernel, "cuda_lacks", lambda feature: f"needs {feature}")
+        registry.forget_choices()
+        assert reason(spec) == "needs triton"
+    registry.forget_choices()
 
 
 def test_the_operator_is_well_formed() -> None:
