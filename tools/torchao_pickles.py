@@ -1,7 +1,7 @@
-"""Write a state dict of torchao beside this file, with what torchao dequantizes it to.
+"""Write a state dict of torchao for `tests/formats/test_torchao.py`, with what torchao dequantizes it to.
 
     pip install --no-deps --target old torchao==0.9.0
-    PYTHONPATH=old:. python -m tests.formats.torchao_pickles.make
+    PYTHONPATH=old:. python -m tools.torchao_pickles
 
 The weight of every layer ``NAME`` is also there as the float tensor ``NAME.wanted``. The tiled one, which torchao packs
 on a GPU alone, is packed by `pack_cuda`, whose order is tested against torch's on GPUs, and dequantized by its formula.
@@ -15,6 +15,7 @@ import torch
 
 from qtorch.primitives.layouts.tensor_core_tiled import pack_cuda
 
+FOLDER = Path(__file__).parents[1] / "tests" / "formats" / "torchao_pickles"
 SHAPE = (8, 32)
 RECIPES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "int8": (("Int8WeightOnlyConfig", "int8_weight_only"), {}),
@@ -45,6 +46,7 @@ def tiled(weight: Any) -> tuple[Any, torch.Tensor]:
 
 
 def main() -> None:
+    """Write the file of the version that is installed."""
     import torchao
     from torchao import quantization
 
@@ -63,7 +65,7 @@ def main() -> None:
         state[f"{name}.weight"] = weight
         state[f"{name}.wanted"] = getattr(weight, "original_weight_tensor", weight).dequantize()
     state["tiled.weight"], state["tiled.wanted"] = tiled(state["int8.weight"])
-    torch.save(state, Path(__file__).with_name(f"torchao_{torchao.__version__}.pt"))
+    torch.save(state, FOLDER / f"torchao_{torchao.__version__}.pt")
 
 
 if __name__ == "__main__":
