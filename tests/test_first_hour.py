@@ -107,6 +107,8 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda _: quantize_(mlp(), "int8_weight_only"), r"remove the quotes: int8_weight_only\(\)"),
         (lambda _: quantize_(mlp(), "int4_weight_only(group_size=32)"), r"quotes: int4_weight_only\(group_size=32\)"),
         (lambda _: quantize_(mlp(), "int8_wieght_only"), r"remove the quotes: int8_weight_only\(\)"),
+        (lambda _: quantize_(mlp(), None), r"^quantize_: takes a recipe such as int8_weight_only\(\), got None$"),
+        (lambda _: quantize_(mlp(), {"0": int8_weight_only}), r"call it: int8_weight_only\(\)"),
         (lambda _: quantize_(mlp(), [INT8]), "give one, or a mapping from names to recipes"),
         (lambda _: quantize_(mlp(), {nn.Linear: INT8}), "the mapping takes names and regular expressions"),
         (lambda _: quantize_(mlp(), {"fc": INT8}), "'fc' matches no linear layer.*The model has 0, 2"),
