@@ -233,24 +233,13 @@ class InOrder(Generic[M]):
             if of_float is not None or (self.paired and block is None):
                 with installed(self._floats):
                     pair = self._inputs(stage, self.of_float, block, of_float, batch, routing)
-            residual = None
-            if seen.residual is not None and pair.residual is not None:
-                residual = pair.residual - seen.residual
-            for key, parts in seen.rows.items():
+            for key in seen.rows:
                 if stage.once and key[0] != first:
                     continue
                 if key not in found:
                     found[key] = {k: k() if k.per_expert else common.setdefault((key[0], k), k()) for k in kinds}
                     every |= {id(statistic): statistic for statistic in found[key].values()}
-                others = paired(seen.all_tokens.get(key, []), pair.all_tokens.get(key, []))
-                for statistic in found[key].values():
-                    for rows, of_pair in paired(parts, pair.rows.get(key, [])):
-                        statistic.update_pair(rows, of_pair)
-                    if isinstance(statistic, Sum):
-                        for rows, of_pair in others:
-                            statistic.blend(rows, of_pair)
-                    if residual is not None and len(residual) == len(parts[0]):
-                        statistic.update_residual(parts[0], residual)
+                add_batch(found[key], key, seen, pair)
             for statistic in every.values():
                 statistic.end_batch()
         for statistic in every.values():
@@ -261,9 +250,8 @@ class InOrder(Generic[M]):
         return found
 
     def _inputs(
-        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Calls | None, batch: int,
-        routing: Routing,
-    ) -> StageInputs:  # fmt: skip
+        self, stage: Stage, stream: Stream, block: nn.Module | None, calls: Calls | None, batch: int, routing: Routing
+    ) -> StageInputs:
         """The inputs of the weights of a stage in one batch."""
         found = StageInputs()
         left = {id(weight) for weight in stage.weights}
@@ -301,19 +289,31 @@ class InOrder(Generic[M]):
         experts = {key[1]: value for key, value in found.items() if key[0] == id(weight) and key[1] is not None}
         if experts:
             return experts
-        of_whole: Statistics = dict(found.get((id(weight), None), {}))
-        if of_whole:
+        if of_whole := found.get((id(weight), None)):
             return of_whole
         reason = "no product of the data with it was seen"
         if id(weight) in self._summed_across:
             reason = "products sum over another axis than that along which it is quantized (see register_weight_kind)"
-        of_whole[NoInputs] = NoInputs(reason)
-        return of_whole
+        none: Statistics = {NoInputs: NoInputs(reason)}
+        return none
 
     def install(self, target: Target[Any], made: M) -> None:
         """Let the model run with what was made of a weight."""
         self.made[target.parameter] = made
         put(target, nn.Parameter(made[0], False))
+
+
+def add_batch(statistics: Statistics, key: Key, seen: StageInputs, of_float: StageInputs) -> None:
+    """Add what a weight meets in one batch, beside what it meets in the float model."""
+    parts = seen.rows[key]
+    for statistic in statistics.values():
+        for rows, of_pair in paired(parts, of_float.rows.get(key, [])):
+            statistic.update_pair(rows, of_pair)
+        if isinstance(statistic, Sum):
+            for rows, of_pair in paired(seen.all_tokens.get(key, []), of_float.all_tokens.get(key, [])):
+                statistic.blend(rows, of_pair)
+        if seen.residual is not None and of_float.residual is not None and len(seen.residual) == len(parts[0]):
+            statistic.update_residual(parts[0], of_float.residual - seen.residual)
 
 
 def paired(parts: Sequence[Tensor], of_float: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
