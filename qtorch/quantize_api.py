@@ -332,8 +332,9 @@ def check_targets(targets: list[Target[Recipe]], check: misfit.Check, outcome: s
     fitting = [misfit.coarser(target, target.recipe, check) for target in indivisible if target.recipe is not None]
     fits = [recipe is not target.recipe for recipe, target in zip(fitting, indivisible, strict=True)]
     if indivisible:
-        word = '"coarser" accepts them' if all(fits) else '"skip" leaves them in floating point'
-        message += f"; on_misfit={word}; entries of a mapping that fit, to stand before others:"
+        pads = all(misfit.pad(target, target.recipe, check) is not target.recipe for target in indivisible)
+        word = '"coarser" accepts' if all(fits) else '"pad" accepts' if pads else '"skip" keeps floats of'
+        message += f"; on_misfit={word} them; entries of a mapping that fit, to stand before others:"
     for target, recipe, new in zip(indivisible, fitting, fits, strict=True):
         message += f'\n"{target.slot.label}": {f"{recipe},  # or None" if new else "None,"}'
     raise Refused(message)

@@ -178,10 +178,10 @@ def read_texts(path: Path) -> list[str]:
     """The text of a file, or those of all text files of a folder in the order of their names."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+    files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file()) if path.is_dir() else [path]
     texts = [file.read_text(encoding="utf-8-sig", errors="replace") for file in files]
     if not any(text.strip() for text in texts):
-        kinds = "" if path.is_file() else f"; a folder of texts has files that end in {', '.join(SUFFIXES)}"
+        kinds = "" if not path.is_dir() else f"; a folder of texts has files that end in {', '.join(SUFFIXES)}"
         raise ValueError(f"{path}: there is no text{kinds}")
     return texts
 
@@ -218,7 +218,7 @@ def token_batches(
         if left is not None and left < 2:
             break
     if not pieces:
-        raise ValueError("token_batches: the texts have no tokens")
+        raise ValueError("token_batches: no text has two tokens, the least of a batch")
     pad = getattr(tokenizer, "pad_token_id", None) or 0
     batches, batch = [], pieces[:1]
     for piece in pieces[1:]:

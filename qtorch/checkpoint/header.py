@@ -210,7 +210,7 @@ def check_fits(path: Path, name: str, place: Place, new: Tensor) -> None:
 
 def _problem(place: Place, new: Tensor) -> str | None:
     module, attribute, old = place
-    if not isinstance(old, nn.Parameter):
+    if attribute in module._buffers:
         return "is quantized, but a buffer of the model" if isinstance(new, QuantizedTensor) else None
     if not isinstance(new, QuantizedTensor):
         kinds = [(tensor.is_floating_point(), tensor.is_complex()) for tensor in (new, old)]

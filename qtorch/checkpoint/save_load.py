@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +86,7 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
         if held is not None and isinstance(tensor, QuantizedTensor) and tensor.trains:
             # It has the axes of the parameter, the weight that serves those of a matrix.
             raise ValueError(f"save_quantized: {name} is in training: quantize_(model, convert()), or torch.save it")
-        parts_of = getattr(module, "parts_of_state", None)  # layers that `fuse_projections` has joined
-        found |= {name: tensor} if parts_of is None else parts_of(name, tensor)
+        found[name] = tensor
     return found
 
 
@@ -167,6 +167,7 @@ def load_quantized(
         constant = {n for n, (*_, t) in places.items() if any(re.search(key, n) for key in unsaved) and not t.is_meta}
         check_names(path, places, (aliases.keys() - absent) | constant, source.note)
         loaded: dict[str, Tensor] = {}
+        rows: dict[tuple[nn.Module, str], list[Tensor]] = {}  # of layers that `fuse_projections` has joined
         changes: list[Change] = []
         for name, place in places.items():
             module, attribute, old = place
@@ -180,14 +181,21 @@ def load_quantized(
                 loaded[stored] = loaded[stored].to(device or ("cpu" if old.is_meta else old.device))
             tensor = loaded[stored]
             check_fits(path, name, place, tensor)
-            if not isinstance(old, nn.Parameter):
+            if attribute in module._buffers:
                 buffer = tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
                 changes.append(Change(module._buffers, attribute, keep_attributes(buffer, old)))
                 continue
+            whole: Any = module._parameters[attribute]
+            if whole is not old:
+                parts = rows.setdefault((module, attribute), [])
+                parts.append(tensor)
+                if sum(map(len, parts)) < len(whole):
+                    continue
+                stored, tensor = f"rows of {name}", torch.cat(parts)
             if not isinstance(tensor, nn.Parameter):
                 frozen = isinstance(tensor, QuantizedTensor) or not (tensor.is_floating_point() or tensor.is_complex())
                 loaded[stored] = tensor = nn.Parameter(tensor, old.requires_grad and not frozen)
-            changes.append(Change(module._parameters, attribute, keep_attributes(tensor, old)))
+            changes.append(Change(module._parameters, attribute, keep_attributes(tensor, whole)))
     install(changes)
     for module in model.modules():
         module_repr.show_quantized(module)

@@ -212,7 +212,8 @@ def pickled_error(path: Path) -> ValueError:
     """The error to raise for a file of `torch.save`."""
     return ValueError(
         f"{path}: a file of torch.save, not of save_quantized; read it by "
-        "model.load_state_dict(torch.load(path, weights_only=True), assign=True)"
+        "model.load_state_dict(torch.load(path, weights_only=True), assign=True), or store it as safetensors, as "
+        "save_pretrained of transformers does"
     )
 
 
@@ -225,11 +226,15 @@ Place = tuple[nn.Module, str, Tensor]
 
 def places_of(model: nn.Module) -> Iterator[tuple[str, Place]]:
     """Every place that holds a parameter or buffer: (full name, (module, attribute, tensor)); the names are the same
-    whether the model, or a part of it, is compiled."""
+    whether the model, or a part of it, is compiled. Layers that `fuse_projections` has joined have one place each, all
+    of the module that holds their rows."""
     for prefix, module in ((plain_name(name), module) for name, module in model.named_modules(remove_duplicate=False)):
+        parts_of = getattr(module, "parts_of_state", None)
         for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                yield f"{prefix}.{attribute}" if prefix else attribute, (module, attribute, tensor)
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                for each, part in ({name: tensor} if parts_of is None else parts_of(name, tensor)).items():
+                    yield each, (module, attribute, part)
 
 
 def checksum(tensor: Tensor) -> int:

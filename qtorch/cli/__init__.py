@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if given.debug:
             raise
-        return _say(error, 1)
+        # An OSError without a file: where the disk is full.
+        where = f" (writing {given.dst})" if "dst" in given and getattr(error, "filename", "") is None else ""
+        return _say(f"{error}{where}", 1)
     return 0
 
 

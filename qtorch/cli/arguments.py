@@ -71,6 +71,8 @@ _ROOT = Path(__file__).parents[1]
 
 def unknown_recipe(name: str, known: Collection[str]) -> str:
     """The error for a name that no recipe has."""
+    if name in METHODS:
+        return f"{name} calibrates a recipe: --recipe int4_weight_only --calibrate TEXT --method {name}"
     near = get_close_matches(name, known) or [each for each in known if each.startswith(name[:3])] or known
     return f"there is no recipe {name!r}; did you mean {', '.join(sorted(near)[:4])}?"
 

@@ -290,6 +290,7 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
         raise NotImplementedError
 
     @property
+    @tracing.starts_no_graph  # compiled autograd flattens tensors of the eager forward
     def inner_tensors(self) -> dict[str, Tensor]:
         """The inner tensors that are present, by name."""
         own = vars(self)  # of all ways the fastest: guards of compiled graphs ask on each call
@@ -308,10 +309,12 @@ class QuantizedTensor(Copied, gathering.Gathered, views.Viewed, torch.Tensor):
         """Size of the inner tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.inner_tensors.values())
 
+    @tracing.starts_no_graph
     def __tensor_flatten__(self) -> tuple[list[str], Scheme]:
         return list(self.inner_tensors), self.scheme
 
     @classmethod
+    @tracing.starts_no_graph
     def __tensor_unflatten__(
         cls: type[Q], tensors: dict[str, Tensor], scheme: Scheme, outer_size: Any, outer_stride: Any
     ) -> Q:

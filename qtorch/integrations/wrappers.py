@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from ..dtypes import QuantizedTensor, ops
 from ..dtypes.parameter import FROZEN, HOW_TO_TRAIN, OPTIMIZERS
 from ..primitives.jsonable import to_json
+from ..primitives.tracing import starts_no_graph
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -123,14 +124,19 @@ def _check_schemes_are_equal(frozen: dict[str, QuantizedTensor], group: dist.Pro
         )
 
 
-def _is_peft_on_frozen(outer: nn.Module, inner: nn.Module) -> bool:
-    """Whether a module of PEFT, or of a class derived from one, takes a module with frozen quantized weights."""
-    is_peft = any(kind.__module__.partition(".")[0] == "peft" for kind in type(outer).__mro__)
-    return is_peft and any(isinstance(p, QuantizedTensor) and not p.trains for p in inner.parameters())
+def _is_peft(outer: nn.Module) -> bool:
+    """Whether this is a module of PEFT, or of a class derived from one."""
+    return any(kind.__module__.partition(".")[0] == "peft" for kind in type(outer).__mro__)
+
+
+def _has_frozen(inner: nn.Module) -> bool:
+    return any(isinstance(p, QuantizedTensor) and not p.trains for p in inner.parameters())
 
 
 def _adapter(outer: Any, inner: nn.Module) -> None:
-    if _is_peft_on_frozen(outer, inner):
+    if _is_peft(outer) and hasattr(inner, "parts_of_state"):
+        raise ValueError("layers that are fused take no adapters: call get_peft_model first, then fuse_projections")
+    if _is_peft(outer) and _has_frozen(inner):
         from .peft.adapter_layers import adapt
 
         adapt(outer, inner)
@@ -138,7 +144,7 @@ def _adapter(outer: Any, inner: nn.Module) -> None:
 
 def _trained_copy(outer: Any, inner: nn.Module) -> None:
     """Refuse what would be a copy of a quantized module that trains nothing."""
-    if type(outer).__name__ == "ModulesToSaveWrapper" and _is_peft_on_frozen(outer, inner):
+    if type(outer).__name__ == "ModulesToSaveWrapper" and _is_peft(outer) and _has_frozen(inner):
         raise ValueError(
             f"modules_to_save trains a copy of a {type(inner).__name__} whose weight is quantized and frozen: leave it "
             'in float, quantize_(model, {"its name": None, r".*": recipe}), or call dequantize_ on that module'
@@ -153,12 +159,14 @@ HANDLERS: dict[str, Callable[[Any, nn.Module], None]] = {
 """Name of the attribute that takes the inner module -> handler(outer module, inner module)."""
 
 
+@starts_no_graph
 def _registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     handler = HANDLERS.get(name)
     if handler is not None and inner is not None:
         handler(outer, inner)
 
 
+@starts_no_graph
 def _parallelized(module: nn.Module, name: str, parameter: Any) -> None:
     """Refuse a weight in training that tensor parallelism of torch has cut. FSDP2 registers none, and what replaces a
     DTensor was loaded."""

@@ -201,13 +201,11 @@ def windows(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tens
     raise NotImplementedError("windows are multiplied by a kernel of linear")
 
 
-def _is_whole(problem: Problem) -> str | None:
-    scheme = problem.scheme
-    whole = scheme.activation is None or scheme.layout.whole_convolutions
-    return None if whole else "takes codes of activations only where the layout has whole_convolutions"
-
-
-@register("conv", layout="portable", spec=None, priority=100, supports=_is_whole, note=portable.NOTE)
+@register(
+    "conv", layout="portable", spec=None, priority=100, note=portable.NOTE,
+    supports=lambda problem: "takes codes of activations only where the layout has whole_convolutions"
+    if problem.scheme.activation is not None and not problem.scheme.layout.whole_convolutions else None,
+)  # fmt: skip
 def portable_conv(x: Tensor, weight: Any, bias: Tensor | None, window: Window) -> Tensor:
     """`dequantized_conv` by operators of torch alone; a static activation is quantized and dequantized before it."""
     _, stride, padding, dilation, groups = window

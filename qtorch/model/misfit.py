@@ -102,8 +102,8 @@ def _first(target: Target[Any], recipes: Sequence[Recipe | None], check: Check) 
     return recipes[-1]
 
 
-def _pad(target: Target[Any], recipe: Recipe, check: Check) -> Recipe:
-    """`recipe`, with the last group completed; itself where that is not possible."""
+def pad(target: Target[Any], recipe: Any, check: Check) -> Any:
+    """`recipe`, with the last group completed, or the last super-block; itself where that is not possible."""
     if not isinstance(recipe, WeightRecipe) or target.kind.is_conv:
         return recipe
     if recipe.data is not None or recipe.trains or recipe.branch_rank:
@@ -112,10 +112,13 @@ def _pad(target: Target[Any], recipe: Recipe, check: Check) -> Recipe:
     spec = recipe.linear_spec()
     of = [each.granularity.pattern(len(shape))[-1] for each in (spec.weight, spec.activation) if each is not None]
     size = math.lcm(*[max(1, length) for length in of])
-    padded = Padded(recipe, -shape[-1] % size)
-    with suppress(ValueError, TypeError):
-        check(padded, target)
-        return padded
+    scales = spec.weight.scale_spec
+    groups = 1 if scales is None else max(1, scales.granularity.pattern(len(shape))[-1])
+    for block in (size, size * groups):
+        padded = Padded(recipe, -shape[-1] % block)
+        with suppress(ValueError, TypeError):
+            check(padded, target)
+            return padded
     return recipe
 
 
@@ -139,7 +142,7 @@ def coarser(target: Target[Any], recipe: Recipe, check: Check = Recipe.check_tar
 
 
 FITTING: Mapping[str, Callable[[Target[Any], Recipe, Check], Recipe | None]] = {
-    "pad": _pad,
+    "pad": pad,
     "coarser": coarser,
     "skip": lambda target, recipe, check: None,
 }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dtypes import QuantizedTensor, embedding
-from ..primitives.tracing import is_compiling
+from ..primitives.tracing import is_compiling, starts_no_graph
 from .install import check_model
 
 
@@ -76,6 +76,7 @@ def show_quantized(module: nn.Module) -> None:
         del attributes["__prepare_scriptable__"]
 
 
+@starts_no_graph
 def _registered(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Hook that torch calls when a parameter is set on a module, also by `load_state_dict(assign=True)`."""
     if isinstance(parameter, QuantizedTensor):

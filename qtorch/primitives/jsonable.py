@@ -174,7 +174,8 @@ def wrong_type(cls: type, values: Mapping[str, Any], kinds: Collection[Any] = ()
     for field, hint in _field_types(cls).items():
         of_kinds = not kinds or set(typing.get_args(hint) or (hint,)) <= set(kinds)
         if of_kinds and field in values and not _fits(value := values[field], hint):
-            return f"{field} takes {_word(hint)}, got {_short(value)}{_instead(value, hint)}"
+            short = " ".join(f"{value!r:.80}".split())
+            return f"{field} takes {_word(hint)}, got {short}{_instead(value, hint)}"
     return ""
 
 
@@ -214,10 +215,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Iterable:
         return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     return isinstance(value, origin or hint)
-
-
-def _short(value: Any) -> str:
-    return " ".join(f"{value!r:.80}".split())
 
 
 _WORDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a text"}

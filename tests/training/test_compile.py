@@ -50,11 +50,12 @@ def some_slow(cases: Iterable[str], quick: tuple[str, ...]) -> list[object]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in cases]
 
 
-def mlp(recipe: Recipe) -> nn.Sequential:
+def mlp(recipe: Recipe | None) -> nn.Sequential:
     """Three shapes, none square: a square hides what Inductor does to a tensor beside its transpose."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 96), nn.Linear(96, 32, bias=False))
-    quantize_(model, recipe)
+    if recipe is not None:
+        quantize_(model, recipe)
     model(torch.randn(8, 64))  # starts ranges that are learned
     return model
 
@@ -107,6 +108,26 @@ def test_inductor(name: str) -> None:
         assert_alike(model, other, torch.compile(other, fullgraph=True), torch.randn(64, 64), least)
     counts = {"int8_mixed_precision_training": 9, "switchback_training": 6, "bitnet_training": 3}
     assert ran.count("int_matmul") >= 2 * counts.get(name, 0), "no products in the graph"
+
+
+WITH_BACKWARD = {"float": None, **REGISTERED, **{name: every_recipe.make(name, 32) for name in every_recipe.NAMES}}
+
+
+@pytest.mark.parametrize("name", some_slow(WITH_BACKWARD, ("float", "int8_weight_only", "qat", "bitnet_training")))
+def test_compiled_autograd(name: str) -> None:
+    """The forward and the backward in one graph, which a hook of modules, or tensors flattened there, would break."""
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        model(x).square().sum().backward()
+
+    model, x = mlp(WITH_BACKWARD[name]), torch.randn(64, 64)
+    other, found = copy.deepcopy(model), []
+    for run, each in ((step, model), (torch.compile(step, backend="aot_eager"), other)):
+        mine = x.clone().requires_grad_()
+        with torch.random.fork_rng(), torch._dynamo.config.patch(compiled_autograd=True):
+            run(each, mine)
+        found.append([mine.grad, *(p.grad for p in each.parameters())])
+    assert all(p is q is None or torch.equal(p, q) or compute_error(p, q) > 90 for p, q in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

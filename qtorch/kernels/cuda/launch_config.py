@@ -109,12 +109,8 @@ class Table:
         """The entry of this op at the least distance, where another dtype counts as a size four times as large; None if
         the op has none."""
         same = [(p, config) for p, config in self.entries.items() if p[0] == op]
-        away = lambda problem: _distance(problem[2], shape) + 2 * (problem[1] != dtype)  # noqa: E731
-        return min(same, key=lambda item: away(item[0]))[1] if same else None
-
-
-def _distance(a: Shape, b: Shape) -> float:
-    return sum(abs(math.log2(max(x, 1) / max(y, 1))) for x, y in zip(a, b, strict=True))
+        far = lambda a: sum(abs(math.log2(max(x, 1) / max(y, 1))) for x, y in zip(a, shape, strict=True))  # noqa: E731
+        return min(same, key=lambda item: far(item[0][2]) + 2 * (item[0][1] != dtype))[1] if same else None
 
 
 @functools.cache

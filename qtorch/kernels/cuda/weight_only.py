@@ -142,13 +142,10 @@ def cuda_vector_codebook_mm(x: Tensor, codes: Tensor, scale: Tensor, rotation: i
     return vector_codebook_mm(codebooks.rotated_input(x, rotation), codes, scale, bias)
 
 
-def _supports_vectors(problem: Problem) -> str | None:
-    return features.cuda_lacks("triton") or codebooks.supports(problem) or needs_floats(problem)
-
-
 @register(
-    "linear", layout=codebooks.LAYOUT, activation=(), device="cuda", priority=30, supports=_supports_vectors,
-    rotated=True, name="cuda_vector_codebook_mm",
+    "linear", layout=codebooks.LAYOUT, activation=(), device="cuda", priority=30, rotated=True,
+    supports=lambda problem: features.cuda_lacks("triton") or codebooks.supports(problem) or needs_floats(problem),
+    name="cuda_vector_codebook_mm",
 )  # fmt: skip
 def _vector_codebook_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     fused, bias = registry.split_bias(bias, x, weight.scheme.shape[0])

@@ -140,7 +140,7 @@ class GgufFormat(save_folder.SaveFormat):
             raise ValueError(f"gguf: {sorted(self.unused)[0]!r} in types matches no matrix of the model")
         if self.requantized:
             some = ", ".join(self.requantized[:3]) + (", ..." if len(self.requantized) > 3 else "")
-            warnings.warn(f"gguf: {len(self.requantized)} weights are rounded once more: {some}", stacklevel=2)
+            warnings.warn(f"gguf: {len(self.requantized)} weights are rounded once more: {some}", stacklevel=4)
         metadata = self.metadata_of_model
         writer = gguf.GGUFWriter(path, metadata["general.architecture"])
         with ExitStack() as stack:
