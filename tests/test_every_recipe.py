@@ -268,11 +268,11 @@ def test_groups_that_do_not_divide_the_row(name: str) -> None:
         quantize_(layers, recipe)
     what, unchanged, entry = str(error.value).splitlines()
     assert what == f"quantize_: 2: block_size (1, {size}) does not divide shape (8, 72): 72 % {size} along axis 1"
-    assert unchanged.startswith(
-        f'the model is unchanged; on_misfit="{"coarser" if has_group_size(recipe) else "skip"}"'
-    )
+    word = "coarser" if has_group_size(recipe) else "pad"
+    assert unchanged.startswith(f'the model is unchanged; on_misfit="{word}" accepts them; ')
     assert entry.startswith(f'"2": {name}(' if has_group_size(recipe) else '"2": None,')
     assert quantize_model.same(before, quantize_model.state_of(layers))
+    assert len(quantize_(layers, recipe, on_misfit=word).quantized) == 2
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(GROUPED)))

@@ -1,13 +1,16 @@
 """fuse_projections: layers of one input are one product, with the same bits, state and files."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import qtorch
+from qtorch.checkpoint.save_folder import SAVE_FORMATS
 from tests.every_recipe import NAMES, make
 from tests.movement.holding import through_file
 from tests.refusals import refuses
@@ -63,7 +66,15 @@ def test_every_recipe(name, tmp_path):
     assert state.keys() == before.keys()
     assert all(torch.equal(state[key].dequantize(), before[key].dequantize()) for key in state if "weight" in key)
     qtorch.save_quantized(fused, tmp_path / "file")
-    assert same(qtorch.load_quantized(Block(bias=name == "int8_weight_only"), tmp_path / "file")(X), wanted)
+    for into in (Block(bias=name == "int8_weight_only"), copy.deepcopy(fused)):
+        assert same(qtorch.load_quantized(into, tmp_path / "file")(X), got if hasattr(into.q_proj, "parts") else wanted)
+    for format in SAVE_FORMATS:
+        with contextlib.suppress(ValueError):  # of a format that cannot hold the recipe
+            qtorch.save_quantized(model, tmp_path / format, format=format)
+            qtorch.save_quantized(fused, tmp_path / f"fused {format}", format=format)
+            ours, before = (load_file(tmp_path / f / "model.safetensors") for f in (f"fused {format}", format))
+            assert ours.keys() == before.keys()
+            assert all(torch.equal(ours[key], before[key]) for key in before)
     other = Block(seed=2, bias=name == "int8_weight_only")
     qtorch.quantize_(other, make(name, 32), on_misfit="skip")
     fused.load_state_dict(other.state_dict())

@@ -80,14 +80,13 @@ def _named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor
     for name, module in source.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"save_quantized: {name or 'the model'} has extra state, which safetensors cannot hold")
-    found: dict[str, Tensor] = {}
-    for name, (module, attribute, tensor) in places_of(source):
+    places = dict(places_of(source))
+    for name, (module, attribute, tensor) in places.items():
         held = weight_kinds.kind_of(module, attribute).held
         if held is not None and isinstance(tensor, QuantizedTensor) and tensor.trains:
             # It has the axes of the parameter, the weight that serves those of a matrix.
             raise ValueError(f"save_quantized: {name} is in training: quantize_(model, convert()), or torch.save it")
-        found[name] = tensor
-    return found
+    return {name: tensor for name, (_, _, tensor) in places.items()}
 
 
 def _canonical(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Header]:

@@ -174,8 +174,7 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
         raise ValueError(f"cat along axis {axis}: one scale spans the axis ({first.scheme.weight}); dequantize() first")
     scales, zero_points = zip(*[tensor.scales() for tensor in tensors], strict=True)
     zero_point = None if zero_points[0] is None else torch.cat(zero_points, axis)
-    result = first.with_plain((codes, torch.cat(scales, axis), zero_point))
-    return result
+    return first.with_plain((codes, torch.cat(scales, axis), zero_point))
 
 
 @dispatch.implements_aten(aten.stack.default)

@@ -60,13 +60,10 @@ _SLICE = 1 << 14
 """Vectors whose distances to all entries are in memory at a time."""
 
 
-def _signs() -> Tensor:
-    flips = torch.tensor([[1 - 2 * (s >> i & 1) for i in range(3)] for s in range(8)], device="cpu", dtype=torch.int8)
-    return torch.cat([flips, flips.prod(1, keepdim=True).to(torch.int8)], 1)
-
-
+_FLIPS = torch.tensor([[1 - 2 * (s >> i & 1) for i in range(3)] for s in range(8)], device="cpu", dtype=torch.int8)
+_SIGNS = torch.cat([_FLIPS, _FLIPS.prod(1, keepdim=True).to(torch.int8)], 1)
 _OF_BASES = torch.tensor(BASES, device="cpu", dtype=torch.int8)
-ENTRIES = (_signs().unsqueeze(1) * _OF_BASES.view(2, 1, 16, VECTOR)).reshape(-1, VECTOR)
+ENTRIES = (_SIGNS.unsqueeze(1) * _OF_BASES.view(2, 1, 16, VECTOR)).reshape(-1, VECTOR)
 """(256, 4) int8: the vector of each byte."""
 
 _WORDS = ENTRIES.view(torch.int32).flatten().tolist()  # numbers, for a compiler takes no tensors of the module

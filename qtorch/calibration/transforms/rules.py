@@ -135,10 +135,6 @@ def _added(p: Propagation, node: fx.Node) -> Labels:
     return labels
 
 
-def _masked(p: Propagation, node: fx.Node) -> Labels:
-    return _same(p, node) if node.args[2] == 0 else _unknown(p, node)
-
-
 def _indexed(p: Propagation, node: fx.Node) -> Labels:
     """Some rows: x[index], or x[:, index], with labels that the indexed axes have nothing to do with."""
     labels, shape = p.labels(node.args[0]), shape_of(node)
@@ -258,7 +254,7 @@ RULES: dict[str, Rule] = {
             _multiplied: "mul.Tensor",
             _divided: "div.Tensor",
             _added: "add.Tensor sub.Tensor",
-            _masked: "masked_fill.Scalar",
+            lambda p, node: (_unknown if node.args[2] else _same)(p, node): "masked_fill.Scalar",
             _indexed: "index.Tensor",
             _normalized: "layer_norm.default rms_norm.default",
             _linear: "linear.default",

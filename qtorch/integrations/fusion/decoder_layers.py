@@ -300,7 +300,10 @@ def fuse_decoder(model: nn.Module) -> DecoderReport:
     """
     check_model("fuse_decoder", model)
     joined = _join(model, GROUPS)
-    reasons = _fuse_norms(model) | _fuse_rotary_embeddings(model)
+    reasons = _fuse_norms(model)
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        if hasattr(file := sys.modules.get(name), ROTATION):
+            reasons[f"{name}.{ROTATION}"] = _fuse_rotation(file)
     fused = tuple(name for name, reason in reasons.items() if not reason)
     skipped = tuple((name, reason) for name, reason in reasons.items() if reason)
     if not (reasons or joined.fused or joined.skipped):
@@ -356,14 +359,9 @@ def _gives(wanted: Sequence[Tensor], function: Callable[..., Any], *arguments: A
         return False
 
 
-def _fuse_rotary_embeddings(model: nn.Module) -> dict[str, str]:
-    """The same for functions of the files that define the model's classes."""
-    files = {name: sys.modules.get(name) for name in sorted({type(module).__module__ for module in model.modules()})}
-    return {f"{name}.{ROTATION}": _fuse_rotation(file) for name, file in files.items() if hasattr(file, ROTATION)}
-
-
 @torch.no_grad()
 def _fuse_rotation(file: Any) -> str:
+    """Why the function of a file stays as it is."""
     own = getattr(file, ROTATION)
     if own in _rotations:
         return ""

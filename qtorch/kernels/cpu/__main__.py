@@ -20,7 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := [name for name in options.sets if name not in names]:
         parser.error(f"no instruction set {', '.join(unknown)} here; there are {', '.join(names)}")
     directory = build.LIBRARIES
-    if options.user or not _writable():
+    installed = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if options.user or not os.access(installed, os.W_OK):
         directory = cache.folder()
         if reason := cache.prepare(directory):
             parser.error(reason)
@@ -34,12 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def _writable() -> bool:
-    """Whether libraries can be put where installing puts them."""
-    there = next(path for path in (build.LIBRARIES, *build.LIBRARIES.absolute().parents) if path.exists())
-    return os.access(there, os.W_OK)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,11 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     for key, parameter in model.named_parameters():
         assert torch.equal(llama_cpp.numbers(again.get_parameter(key)), llama_cpp.numbers(parameter)), key
     assert {key for key, p in again.named_parameters() if isinstance(p, QuantizedTensor)} == quantized.keys()
+    qtorch.fuse_decoder(model)
+    qtorch.save_gguf(model, tmp_path / "fused.gguf")
+    of_fused = numbers_of(tmp_path / "fused.gguf")
+    assert of_fused.keys() == found.keys()
+    assert all(torch.equal(of_fused[key], found[key]) for key in found)
 
 
 def test_every_architecture_is_covered_and_permuted_back() -> None:

@@ -9,7 +9,7 @@ peft = pytest.importorskip("peft")
 
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-from qtorch import quantize_
+from qtorch import fuse_projections, quantize_
 from qtorch.dtypes import QuantizedTensor
 from qtorch.integrations.peft import prepare_for_adapters
 from tests.integrations.peft.models import IDS, RECIPES, llama, quantized_llama, randomized
@@ -52,6 +52,8 @@ def test_preparation() -> None:
     assert not model[0].bias.requires_grad
     with pytest.raises(TypeError):
         prepare_for_adapters("model")  # type: ignore[type-var]
+    fuse_projections(model := quantized_llama("int8", torch.bfloat16))
+    refuses("take no adapters", lambda: get_peft_model(model, LoraConfig(target_modules="all-linear")))
     model = quantized_llama("int8", torch.bfloat16)
     with pytest.warns(UserWarning, match=r"prepare_for_adapters\(model\)"):
         prepare_model_for_kbit_training(model)

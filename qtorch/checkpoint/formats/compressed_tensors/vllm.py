@@ -165,9 +165,7 @@ _PER_TENSOR = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
 _PER_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": _DYNAMIC}
 
 _PACKED = ("pack-quantized",)
-_WITH_INPUTS = (
-    "naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
-)  # fmt: skip
+_WITH_INPUTS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
 def _mxfp4_fp8(scheme: str) -> Decision:

@@ -17,9 +17,7 @@ from .quantize import TINY, WHOLE_ROW, codes_of, magnitude_bits, scale_of
 
 
 @triton.jit
-def _update_bf16(
-    w_ptr, u_ptr, seed_ptr, alpha, K, stride_wm, stride_wk, stride_um, stride_uk, BLOCK_K: tl.constexpr
-):  # fmt: skip
+def _update_bf16(w_ptr, u_ptr, seed_ptr, alpha, K, stride_wm, stride_wk, stride_um, stride_uk, BLOCK_K: tl.constexpr):
     row = tl.program_id(0)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = k < K
