@@ -175,8 +175,8 @@ class _Unit:
         self.largest: Tensor | None = None
         self.inputs = self.outside = 0
         weights = {key: weight for key, weight in module.named_parameters() if isinstance(weight, QuantizedTensor)}
-        floats = {key: weight.detach() for key, weight in reference.named_parameters() if key in weights}
-        self.weight_sqnr = min((quantization_error(floats[key], weights[key]) for key in floats), default=None)
+        both = [(of.detach(), weights[key]) for key, of in reference.named_parameters() if key in weights]
+        self.weight_sqnr = min((quantization_error(of, w) for of, w in both if of.shape == w.shape), default=None)
         self.weight: Any = next(iter(weights.values()), None)
         self.range = _static_range(self.weight)
 

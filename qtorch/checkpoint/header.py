@@ -185,11 +185,12 @@ def check_names(path: Path, places: Mapping[str, Place], found: Set[str], note: 
     ]
     if missing:
         problems.append(f"missing key {', '.join(missing[:4])}" + (", ..." if len(missing) > 4 else ""))
+    if missing and not any(isinstance(places[name][2], nn.Parameter) for name in missing):
+        problems.append("which are buffers on the meta device: build the model with accelerate.init_empty_weights()")
     if unexpected := sorted(found - places.keys()):
         problems.append(f"unexpected key {', '.join(unexpected[:4])}" + (", ..." if len(unexpected) > 4 else ""))
     if problems:
-        problems.append("the model is unchanged")
-        raise ValueError(f"{path}: {'; '.join(problems + [note] * bool(note))}")
+        raise ValueError(f"{path}: {'; '.join([*problems, 'the model is unchanged'] + [note] * bool(note))}")
 
 
 def check_shape(path: Path, name: str, place: Place, shape: tuple[int, ...]) -> None:

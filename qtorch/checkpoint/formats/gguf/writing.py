@@ -105,7 +105,7 @@ class GgufFormat(save_folder.SaveFormat):
             problem = error
         if not self.requantize:
             bits = tensor.scheme.weight.dtype.bits
-            recipe = next(recipe for most, recipe in reversed(_RECIPES.items()) if bits <= most)
+            recipe = f"the recipe of {asked}" if asked else next(r for n, r in reversed(_RECIPES.items()) if bits <= n)
             reason = problem or f"it is asked for in {asked}"
             raise ValueError(f"{reason}; quantize with {recipe}, or write requantize=True to round once more")
         self.requantized.append(name)
