@@ -333,8 +333,9 @@ def check_targets(targets: list[Target[Recipe]], check: misfit.Check, outcome: s
     fits = [recipe is not target.recipe for recipe, target in zip(fitting, indivisible, strict=True)]
     if indivisible:
         pads = all(misfit.pad(target, target.recipe, check) is not target.recipe for target in indivisible)
-        word = '"coarser" accepts' if all(fits) else '"pad" accepts' if pads else '"skip" keeps floats of'
-        message += f"; on_misfit={word} them; entries of a mapping that fit, to stand before others:"
+        word = "coarser" if all(fits) else "pad" if pads else "skip"
+        does = "leaves them in floating point" if word == "skip" else "accepts them"
+        message += f'; on_misfit="{word}" {does}; entries of a mapping that fit, to stand before others:'
     for target, recipe, new in zip(indivisible, fitting, fits, strict=True):
         message += f'\n"{target.slot.label}": {f"{recipe},  # or None" if new else "None,"}'
     raise Refused(message)

@@ -200,7 +200,7 @@ MISTAKES: dict[str, list[tuple[Callable[[Path], object], str]]] = {
         (lambda _: auto(INT8, 5), "batches takes Iterable, got 5"),
         (lambda _: quantize_(mlp(), gptq(INT8, inputs())), r"a list of inputs, got .*write \[batch\]"),
         (lambda _: quantize_(mlp(), gptq(INT8, "text.txt")), "is a list of inputs, got 'text.txt'"),
-        (lambda _: quantize_(mlp(), gptq(INT8, ["a text"])), r"texts; write token_batches\(texts, tokenizer\)"),
+        (lambda _: quantize_(mlp(), gptq(INT8, ["a text"])), "are texts; give what a tokenizer makes"),
         (lambda _: quantize_(mlp(), gptq(INT8, [])), "it needs at least one batch"),
         (lambda _: quantize_(mlp(), observed(INT8, [inputs()])), r"does is int8_static_activation_int8_weight\(\)"),
     ],

@@ -335,7 +335,6 @@ def test_skipped_and_first_of_a_tuple() -> None:
     assert row.detail.startswith("on_misfit='skip': block_size (1, 32) does not divide shape (8, 48)")
     assert 0 < error_of(model, x, wanted) < 0.2
     for other in (
-        qtorch.gguf_q4_k(),
         qtorch.block_sparse(qtorch.int8_weight_only(), block_size=32),
         qtorch.low_rank(MISFIT_INT4, rank=16),
     ):

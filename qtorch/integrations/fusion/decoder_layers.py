@@ -361,7 +361,6 @@ def _gives(wanted: Sequence[Tensor], function: Callable[..., Any], *arguments: A
 
 @torch.no_grad()
 def _fuse_rotation(file: Any) -> str:
-    """Why the function of a file stays as it is."""
     own = getattr(file, ROTATION)
     if own in _rotations:
         return ""

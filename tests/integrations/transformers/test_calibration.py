@@ -77,7 +77,7 @@ def test_saved_without_data_and_what_is_refused(folder: Path, tmp_path: Path) ->
     assert batch["attention_mask"].sum(1).tolist() == [5, 16, 9]
     assert len(token_batches(["w1 w2 " * 5000], tokenizer, length=1000)) == 3
     refuses("takes a list of texts", lambda: token_batches("w1 w2", tokenizer), TypeError)
-    refuses("have no tokens", lambda: token_batches(["", " "], tokenizer))
+    refuses("no text has two tokens", lambda: token_batches(["", " "], tokenizer))
 
 
 def test_mappings_refusals_and_attention(folder: Path, tmp_path: Path) -> None:
