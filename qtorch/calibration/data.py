@@ -62,9 +62,7 @@ class Data:
         if not batches:
             raise ValueError(NO_BATCH)
         if self.forward is None and are_texts(batches):
-            raise ValueError(
-                "calibration: the batches are texts; give what a tokenizer makes of them, such as input_ids"
-            )
+            raise ValueError("calibration: the batches are texts; give what a tokenizer makes of them: input_ids, ...")
         masks = [self.mask_of(batch) for batch in batches]
         for index, (batch, mask) in enumerate(zip(batches, masks, strict=True)):
             tensors = [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
