@@ -66,6 +66,9 @@ def test_every_recipe(name, tmp_path):
     assert state.keys() == before.keys()
     assert all(torch.equal(state[key].dequantize(), before[key].dequantize()) for key in state if "weight" in key)
     qtorch.save_quantized(fused, tmp_path / "file")
+    damaged = {key: tensor for key, tensor in before.items() if not key.startswith("k_proj")}
+    qtorch.save_quantized(damaged, tmp_path / "damaged")
+    refuses("missing key k_proj.weight", lambda: qtorch.load_quantized(fused, tmp_path / "damaged"))
     for into in (Block(bias=name == "int8_weight_only"), copy.deepcopy(fused)):
         assert same(qtorch.load_quantized(into, tmp_path / "file")(X), got if hasattr(into.q_proj, "parts") else wanted)
     for format in SAVE_FORMATS:

@@ -180,12 +180,12 @@ def check_names(path: Path, places: Mapping[str, Place], found: Set[str], note: 
     # A buffer that is not in the file keeps its value, if it has one.
     missing = [
         name
-        for name, (_, _, tensor) in places.items()
-        if name not in found and (isinstance(tensor, nn.Parameter) or tensor.is_meta)
+        for name, (module, attribute, tensor) in places.items()
+        if name not in found and (attribute in module._parameters or tensor.is_meta)
     ]
     if missing:
         problems.append(f"missing key {', '.join(missing[:4])}" + (", ..." if len(missing) > 4 else ""))
-    if missing and not any(isinstance(places[name][2], nn.Parameter) for name in missing):
+    if missing and all(attribute in module._buffers for module, attribute, _ in map(places.__getitem__, missing)):
         problems.append("which are buffers on the meta device: build the model with accelerate.init_empty_weights()")
     if unexpected := sorted(found - places.keys()):
         problems.append(f"unexpected key {', '.join(unexpected[:4])}" + (", ..." if len(unexpected) > 4 else ""))
