@@ -71,13 +71,16 @@ def test_every_recipe(name, tmp_path):
     refuses("missing key k_proj.weight", lambda: qtorch.load_quantized(fused, tmp_path / "damaged"))
     for into in (Block(bias=name == "int8_weight_only"), copy.deepcopy(fused)):
         assert same(qtorch.load_quantized(into, tmp_path / "file")(X), got if hasattr(into.q_proj, "parts") else wanted)
+    (tmp_path / "fused").mkdir()
     for format in SAVE_FORMATS:
         with contextlib.suppress(ValueError):  # of a format that cannot hold the recipe
             qtorch.save_quantized(model, tmp_path / format, format=format)
-            qtorch.save_quantized(fused, tmp_path / f"fused {format}", format=format)
-            ours, before = (load_file(tmp_path / f / "model.safetensors") for f in (f"fused {format}", format))
-            assert ours.keys() == before.keys()
-            assert all(torch.equal(ours[key], before[key]) for key in before)
+    for folder in (saved := [tmp_path / format for format in SAVE_FORMATS if (tmp_path / format).exists()]):
+        qtorch.save_quantized(fused, tmp_path / "fused" / folder.name, format=folder.name)
+        ours, wanted_file = (load_file(of / folder.name / "model.safetensors") for of in (tmp_path / "fused", tmp_path))
+        assert ours.keys() == wanted_file.keys()
+        assert all(torch.equal(ours[key], wanted_file[key]) for key in ours)
+    assert saved
     other = Block(seed=2, bias=name == "int8_weight_only")
     qtorch.quantize_(other, make(name, 32), on_misfit="skip")
     fused.load_state_dict(other.state_dict())

@@ -101,6 +101,17 @@ def test_a_custom_recipe_is_checked_too() -> None:
     refuses(r"^quantize_: up: no\ndown: no\nthe model is unchanged$", lambda: qtorch.quantize_(Mlp(), Picky()))
 
 
+@pytest.mark.parametrize(
+    "recipe", [qtorch.int8_weight_only, "int8", None, nn.Linear, {"up": qtorch.int8_weight_only}, {"up": "int8"}]
+)
+def test_not_a_recipe(recipe: object) -> None:
+    hint = "; call it: int8_weight_only()" if "Int8WeightOnly" in repr(recipe) else ""
+    given = recipe["up"] if isinstance(recipe, dict) else recipe
+    hint = "; remove the quotes: int8_weight_only()" if given == "int8" else hint
+    message = f"quantize_: takes a recipe such as int8_weight_only(), got {given!r}{hint}"
+    refuses(f"^{re.escape(message)}$", lambda: qtorch.quantize_(Mlp(), recipe), TypeError)
+
+
 @pytest.mark.parametrize(("model", "recipe", "filter_fn", "why"), [
     (nn.ReLU(), INT8, None, "the model has no weight of two or more dimensions"),
     (nn.LayerNorm(8), INT8, None, "the model has no weight of two or more dimensions"),

@@ -183,7 +183,7 @@ def read_texts(path: Path) -> list[str]:
     files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file()) if path.is_dir() else [path]
     texts = [file.read_text(encoding="utf-8-sig", errors="replace") for file in files]
     if not any(text.strip() for text in texts):
-        kinds = "" if not path.is_dir() else f"; a folder of texts has files that end in {', '.join(SUFFIXES)}"
+        kinds = f"; a folder of texts has files that end in {', '.join(SUFFIXES)}" if path.is_dir() else ""
         raise ValueError(f"{path}: there is no text{kinds}")
     return texts
 

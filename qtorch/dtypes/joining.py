@@ -169,8 +169,7 @@ def _torch_cat(func: Any, args: Any, kwargs: Any) -> Tensor:
     if first.scheme.weight.granularity.pattern(len(first.scheme.shape))[axis] == -1:
         views.check_not_rotated(first, axis)
         if all(ops.same_scales(first, other) for other in tensors):
-            result: Tensor = first.with_plain((codes, *first.scales()))
-            return result
+            return first.with_plain((codes, *first.scales()))
         raise ValueError(f"cat along axis {axis}: one scale spans the axis ({first.scheme.weight}); dequantize() first")
     scales, zero_points = zip(*[tensor.scales() for tensor in tensors], strict=True)
     zero_point = None if zero_points[0] is None else torch.cat(zero_points, axis)

@@ -97,8 +97,7 @@ class PaddedWeight(matrix_weight.MatrixWeight):
         if is_transposed and not self.scheme.padding:
             return matrix
         kind: Any = PaddedWeight if is_transposed else TransposedWeight
-        transposed: base.QuantizedTensor = kind.of(matrix, (*rest, other, one))
-        return transposed
+        return kind.of(matrix, (*rest, other, one))
 
     def cut(self, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Any:
         return self._like(self.new_matrix().cut(self._matrix_axis(axis), start, stop, step))

@@ -47,8 +47,7 @@ def register_sglang() -> None:
 
         def ranks(layer: Any, number: int) -> tuple[int, int]:
             group = layer.kv_tp_group if number and hasattr(layer, "kv_tp_group") else layer.tp_group
-            found: tuple[int, int] = linear.get_group_rank_size(group)
-            return found
+            return linear.get_group_rank_size(group)
 
         made = _config_class(quantization, base, linear, unquantized, ranks)
         quantization.QUANTIZATION_METHODS[QUANT_METHOD] = quantization.CPU_QUANTIZATION_METHODS[QUANT_METHOD] = made

@@ -46,8 +46,7 @@ class Padded(OfRecipe):
     def apply(self, weight: Tensor) -> Tensor:
         made = self.recipe.apply(self._padded(weight))
         assert isinstance(made, QuantizedTensor)
-        padded: Tensor = PaddedWeight.of(made, weight.shape)
-        return padded
+        return PaddedWeight.of(made, weight.shape)
 
     def check_target(self, target: Target[Any]) -> None:
         if target.kind.is_conv:

@@ -95,5 +95,4 @@ class LowRank(OfRecipe):
     def beside(self, made: Tensor, branch: Branch | None) -> Tensor:
         assert isinstance(made, QuantizedTensor)
         assert branch is not None
-        whole: Tensor = LowRankWeight.beside(made, *branch)
-        return whole
+        return LowRankWeight.beside(made, *branch)

@@ -61,6 +61,19 @@ def test_no_public_function_fails_inside(value: object) -> None:
     assert rules == weight_kinds.RULES
 
 
+@pytest.mark.parametrize(("words", "make"), [
+    ("GemmSpec: lhs takes QuantSpec or None, got 'int8'", lambda: qtorch.training.GemmSpec("int8", "int8")),
+    ("GemmSpec: output_dtype .* write torch.float32", lambda: qtorch.training.GemmSpec(output_dtype="float32")),
+    ("LinearSpec: activation takes QuantSpec or None", lambda: qtorch.LinearSpec(qtorch.QuantSpec("int8"), "int8")),
+    ("KVCacheSpec: recent takes an integer or None", lambda: qtorch.kv_cache.KVCacheSpec(recent="x")),
+    ("PackedLayout: axis takes an integer, got None", lambda: qtorch.PackedLayout(None)),
+    ("compute_error takes tensors, got list", lambda: qtorch.compute_error([1.0], [1.0])),
+    ("parameter_groups: takes a model", lambda: qtorch.training.parameter_groups(None, 1e-3)),
+])  # fmt: skip
+def test_arguments_of_other_types_are_named(words: str, make: Callable[[], object]) -> None:
+    refuses(words, make, TypeError)
+
+
 # --- inputs ---
 SYMMETRIC = qtorch.primitives.MappingType.SYMMETRIC
 BLOCKS = ((1, 8), torch.ones(4, 1), None, torch.int8)
@@ -257,6 +270,11 @@ def test_no_model(function: Callable[[object], object], model: object, wanted: s
     with pytest.raises(TypeError) as caught:
         function(model)
     assert wanted in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_no_cuda() -> None:
+    refuses("device='cuda' is not available here: ", lambda: quantize_(nn.Linear(8, 8), INT8, device="cuda"))
 
 
 # --- mappings ---

@@ -233,13 +233,14 @@ class InOrder(Generic[M]):
             if of_float is not None or (self.paired and block is None):
                 with installed(self._floats):
                     pair = self._inputs(stage, self.of_float, block, of_float, batch, routing)
+            lacks = None if seen.residual is None or pair.residual is None else pair.residual - seen.residual
             for key in seen.rows:
                 if stage.once and key[0] != first:
                     continue
                 if key not in found:
                     found[key] = {k: k() if k.per_expert else common.setdefault((key[0], k), k()) for k in kinds}
                     every |= {id(statistic): statistic for statistic in found[key].values()}
-                add_batch(found[key], key, seen, pair)
+                add_batch(found[key], key, seen, pair, lacks)
             for statistic in every.values():
                 statistic.end_batch()
         for statistic in every.values():
@@ -303,8 +304,9 @@ class InOrder(Generic[M]):
         put(target, nn.Parameter(made[0], False))
 
 
-def add_batch(statistics: Statistics, key: Key, seen: StageInputs, of_float: StageInputs) -> None:
-    """Add what a weight meets in one batch, beside what it meets in the float model."""
+def add_batch(statistics: Statistics, key: Key, seen: StageInputs, of_float: StageInputs, lacks: Tensor | None) -> None:
+    """Add what a weight meets in one batch, beside what it meets in the float model; `lacks` is what the residual
+    stream lacks of that one's."""
     parts = seen.rows[key]
     for statistic in statistics.values():
         for rows, of_pair in paired(parts, of_float.rows.get(key, [])):
@@ -312,8 +314,8 @@ def add_batch(statistics: Statistics, key: Key, seen: StageInputs, of_float: Sta
         if isinstance(statistic, Sum):
             for rows, of_pair in paired(seen.all_tokens.get(key, []), of_float.all_tokens.get(key, [])):
                 statistic.blend(rows, of_pair)
-        if seen.residual is not None and of_float.residual is not None and len(seen.residual) == len(parts[0]):
-            statistic.update_residual(parts[0], of_float.residual - seen.residual)
+        if lacks is not None and len(lacks) == len(parts[0]):
+            statistic.update_residual(parts[0], lacks)
 
 
 def paired(parts: Sequence[Tensor], of_float: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

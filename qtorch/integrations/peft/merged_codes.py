@@ -46,8 +46,7 @@ class OnMergedCodes(OnQuantized):
         if self.disable_adapters or self.merged or not names:
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         factors = [tensor for name in names for tensor in (self.lora_A[name].weight, self.lora_B[name].weight)]
-        y: Tensor = _ThroughCodes.apply(self, names, x, self.get_base_layer().bias, *factors)
-        return y
+        return _ThroughCodes.apply(self, names, x, self.get_base_layer().bias, *factors)
 
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge adapters into the base, whose codes become those that the layer computed with."""

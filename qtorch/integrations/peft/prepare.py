@@ -127,7 +127,7 @@ def initialize_from_quantization_error(
     layers = _layers(peft_model, adapter_name)
     weights = float_weights.state_dict() if isinstance(float_weights, nn.Module) else float_weights
     for name, layer in layers.items():
-        shape = tuple(getattr(layer.get_base_layer(), _parameter_name(layer)).shape)
+        shape = tuple(_base(layer).shape)
         if layer.merged:
             raise ValueError(f"{name} has a merged adapter; call unmerge_adapter first")
         if isinstance(layer, _ConvNd) and layer.get_base_layer().groups > 1:
@@ -167,7 +167,7 @@ def _layers(model: nn.Module, adapter: str) -> dict[str, Any]:
 
 def _initialize(layer: Any, adapter: str, weight: Tensor, iterations: int, root: Tensor | None) -> float:
     """Initialize one layer, and return the relative error that is left."""
-    base: Any = getattr(layer.get_base_layer(), _parameter_name(layer))
+    base: Any = _base(layer)
     weight = weight.detach().to(base.device, torch.float32)
     before = error = weight - base.dequantize(torch.float32)
     delta = torch.zeros_like(weight)
@@ -211,3 +211,7 @@ def _set_factors(layer: Any, adapter: str, error: Tensor, root: Tensor | None) -
 
 def _parameter_name(layer: Any) -> str:
     return str(layer.parameter_name) if isinstance(layer, ParamWrapper) else "weight"
+
+
+def _base(layer: Any) -> Any:
+    return getattr(layer.get_base_layer(), _parameter_name(layer))
